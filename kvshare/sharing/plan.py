@@ -31,7 +31,7 @@ MAX_TAIL_TOKENS = 1024  # with more after the last copy, no repairs are chosen: 
 @dataclass(frozen=True, slots=True)
 class RepairOrder:
     """
-    How many copied tokens an engine computes again, chosen after a probe pass (`sharing.selection`) from
+    How many copied tokens an engine computes again, chosen after a probe pass (`sharing.repair_choice`) from
     `stretches`, contiguous approximate copies of one donor. `probes`: positions whose change is measured.
     """
 

@@ -18,7 +18,7 @@ from delta_tree import Span
 from kvshare.settings import RepairSettings
 from kvshare.sharing.placed import Placed, Places, continued, ends, merged
 from kvshare.sharing.plan import RepairOrder, small_shift
-from kvshare.sharing.selection import probes
+from kvshare.sharing.repair_choice import probes
 
 # If repairs leave fewer tokens of a copy, these are computed, too: that costs less than an additional run.
 MIN_LEFTOVER = 8

@@ -29,7 +29,7 @@ from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import Rates
-from kvshare.sharing.selection import choose_by_place
+from kvshare.sharing.repair_choice import choose_by_place
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import Nominator, QdrantEdgeIndex
 

@@ -34,7 +34,7 @@ import torch
 from delta_tree import SegmentId, Span, merge
 from kvshare.kv.listening import Listener
 from kvshare.sharing.plan import MAX_LISTENERS, MAX_RENEWED, RepairOrder, last_tokens
-from kvshare.sharing.selection import RepairChoice, choose, choose_by_place, num_listening_layers
+from kvshare.sharing.repair_choice import RepairChoice, choose, choose_by_place, num_listening_layers
 from kvshare.vllm_connector.metadata import LoadRequest
 from kvshare.vllm_connector.worker.device import Device, Reading
 from kvshare.vllm_connector.worker.kept_rows import KeptRows

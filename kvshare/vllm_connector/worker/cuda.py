@@ -28,7 +28,7 @@ from kvshare.vllm_connector.worker.block_rows import BlockCopy, copy_by_torch, s
 from kvshare.vllm_connector.worker.copy_writer import LayerRows, write_layers
 from kvshare.vllm_connector.worker.gpu import Event, Stream
 from kvshare.vllm_connector.worker.host_addresses import has_host_addresses
-from kvshare.vllm_connector.worker.host_tables import tiles
+from kvshare.vllm_connector.worker.kernel_host_tables import tiles
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.staged_layers import StagedLayers, saved

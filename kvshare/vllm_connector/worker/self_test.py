@@ -26,7 +26,7 @@ from delta_tree import Span
 from kvshare.kv.listening import Listener, attention
 from kvshare.kv.sequence import SegmentKV
 from kvshare.sharing.plan import MAX_LISTENERS
-from kvshare.sharing.selection import num_listening_layers
+from kvshare.sharing.repair_choice import num_listening_layers
 from kvshare.vllm_connector.worker.attention_hooks import Watch
 from kvshare.vllm_connector.worker.cache_dtype import (
     as_stored,
