@@ -96,8 +96,8 @@ def _extended(
     """
     Extend equal stretches within their bounds (N, 2): their first and last k-grams may not be anchors.
 
-    Two stretches with the same shift that meet become one. Where they have different shifts, each ends within
-    `k` tokens of the other one, as an anchor has one place in the source. So this takes linear time.
+    Two stretches with the same shift that meet become one. With different shifts, a stretch can reach at most
+    `k` tokens into the next one, because an anchor occurs only once in the source. So this takes linear time.
     """
     source, target, k = pair.source, pair.target, pair.k
     lows, highs = bounds.T.copy()
@@ -140,7 +140,7 @@ def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, P
     A hash table holds the last source position of each slot. If there are others, the k-gram occurs several
     times or shares its slot with another one, and is not an anchor.
     """
-    # `take` reads a third as long as an index in brackets does.
+    # `array.take(indices)` needs a third of the time of `array[indices]`.
     bits = min((_SLOTS_PER_PLACE * len(places)).bit_length(), _MAX_TABLE_BITS)
     slots = low_slots(pair.source_hashes.take(places), bits)
     last = np.full(1 << bits, -1, dtype=np.int32)
@@ -151,7 +151,7 @@ def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, P
     slots = low_slots(wanted, bits)
     sources = last.take(slots)
     is_anchor = (sources >= 0) & ~is_shared.take(slots)
-    # Also reads index -1, which the line before excludes.
+    # Reads index -1 for slots without a source; the line above has excluded them already.
     is_anchor &= pair.source_hashes.take(sources) == wanted
     return asked.compress(is_anchor), sources.compress(is_anchor).astype(np.int64)
 

@@ -1,8 +1,8 @@
 """
-Any file -> raw rows: JSON lines or one JSON array, plain, gzip or zstd; Parquet.
+Reads raw rows from a file: JSON lines or one JSON array, plain, gzip or zstd; or Parquet.
 
-Recognised by content, not by name. Knows no format of logs. The only file of the readers that imports
-zstandard and pyarrow, each when a file needs it: `kvshare warm` reads JSON without the extra `replay`.
+The kind of file is recognised by its content, not by its name; formats of logs are not known here. zstandard
+and pyarrow are imported when a file needs them, so `kvshare warm` reads JSON without the extra `replay`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _OUTSIDE = re.compile(rb'["{}\[\],]')  # of a string, in an array
 _INSIDE = re.compile(rb'["\\]')
 _CHUNK_BYTES = 1 << 20
 _PEEK_BYTES = 4096
-_ZSTD_STEP = 4096  # compressed bytes at a time: few enough that what they come to stays small
+_ZSTD_STEP = 4096  # compressed bytes at a time: so few that they do not decompress to very much
 _BROKEN = (EOFError, OSError, zlib.error)
 _BATCH_ROWS = 64
-# Of the published data sets: large, and nothing here asks for them.
+# Large columns of published data sets, which no reader needs.
 _UNUSED_COLUMNS = frozenset({"openai_moderation", "detoxify_moderation", "header"})
 
 Row = Mapping[str, Any]
@@ -44,7 +44,7 @@ Row = Mapping[str, Any]
 
 def raw_rows(path: Path) -> Iterator[tuple[int, Row | RowFault]]:
     """
-    (number of the line from 1, the row), or the reason why there is none: in the file's order, read as asked.
+    Yield (number of the line from 1, the row or why it cannot be read), in the file's order. Reads lazily.
 
     Raises LogError if the file cannot be opened; MissingExtraError if zstd or Parquet cannot be read here.
     """
