@@ -27,7 +27,7 @@ _SLOTS_PER_PLACE = 4  # k-grams that share a slot are not used as anchors: at mo
 
 def common_runs(source: Ids, target: Ids, *, min_run: int) -> list[Match]:
     """
-    Equal stretches of at least `min_run` tokens, at any position in the two prompts.
+    Return equal stretches of at least `min_run` tokens, at any position in the two prompts.
 
     The runs are sorted by the target and do not overlap in it; several may come from the same source tokens.
     A run ends where the tokens differ, or where the next run in the target begins. The rest of the target
@@ -42,10 +42,10 @@ def common_runs(source: Ids, target: Ids, *, min_run: int) -> list[Match]:
 
 def tile(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
     """
-    Runs of the source that fill the target positions `spans`, sorted by the target, not overlapping.
+    Return runs of the source that fill the target positions `spans`, sorted by the target, not overlapping.
 
-    `places` are the positions of the source's k-grams that may occur in the spans. The rest of the spans
-    holds no common stretch of `k` tokens.
+        `places` are the positions of the source's k-grams that may occur in the spans. The rest of the spans
+        holds no common stretch of `k` tokens.
     """
     k = pair.k
     spans = [span for span in spans if len(span) >= k]
@@ -169,7 +169,7 @@ def _all_equal(
 
 
 def _left_between(spans: Sequence[Span], runs: Sequence[Match], k: int) -> list[Span]:
-    """The parts of the spans, of at least `k` tokens, that no run covers. The spans do not touch."""
+    """Return the parts of the spans, of at least `k` tokens, that no run covers. The spans do not touch."""
     is_left = np.zeros(spans[-1].end, dtype=np.bool_)
     for span in spans:
         is_left[span.start : span.end] = True

@@ -258,7 +258,7 @@ class _Layout:
         donor.reason = DonorReason.USED
 
     def _open_parts(self, span: Span) -> list[Span]:
-        """The open stretches within `span` that are long enough for a run, in order."""
+        """Return the open stretches within `span` that are long enough for a run, in order."""
         is_open = self._is_open[span.start : span.end]
         return true_spans(is_open, span.start, at_least=self._min_run)
 

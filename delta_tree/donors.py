@@ -109,7 +109,7 @@ class Donor:
         return int(np.count_nonzero(same))
 
     def most_in_order(self, min_run: int) -> int:
-        """An upper bound on the tokens that an alignment with the target can keep."""
+        """Return an upper bound on the tokens that an alignment with the target can keep."""
         if not len(self.places):
             return 0
         return int(np.minimum(np.diff(self.places), min_run).sum()) + min_run
@@ -162,7 +162,7 @@ class Donor:
             yield Match(part.start, part.start, len(part))
 
     def _pieces_of(self, run: Match) -> Sequence[tuple[int, int, int, Segment]]:
-        """The pieces that the run touches."""
+        """Return the pieces that the run touches."""
         first = bisect_right(self._starts, run.source) - 1
         return self._pieces[first : bisect_left(self._starts, run.source_end)]
 

@@ -78,7 +78,7 @@ class EvictionOrder:
         return True
 
     def groups_of(self, namespace: str) -> tuple[str, ...]:
-        """The groups that the namespace was put into."""
+        """Return the groups that the namespace was put into."""
         return self._groups_of.get(namespace, ())
 
     def forget(self, namespace: str) -> None:

@@ -61,7 +61,7 @@ class EvictionQueue(ABC, Generic[K]):
 
     @abstractmethod
     def first(self, without: Container[K] = ()) -> tuple[Use, K] | None:
-        """The entry to evict first, not in `without`, with its last use; None if there is none."""
+        """Return the entry to evict first, not in `without`, with its last use; None if there is none."""
 
 
 class _LastUses(EvictionQueue[K]):

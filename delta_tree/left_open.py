@@ -40,12 +40,12 @@ class LeftOpen:
 
     @property
     def closed_kgrams(self) -> Places:
-        """The positions of the prompt's k-grams that are not asked for."""
+        """Return the positions of the prompt's k-grams that are not asked for."""
         return np.flatnonzero(~self._is_asked)
 
     @cached_property
     def _asked(self) -> tuple[Hashes, Places]:
-        """The hashes asked for, ascending, and where each stands in the prompt."""
+        """Return the hashes asked for, ascending, and where each stands in the prompt."""
         positions = np.flatnonzero(self._is_asked)
         hashes = self._target.hashes.take(positions)
         order = hashes.argsort()

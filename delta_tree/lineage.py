@@ -20,7 +20,7 @@ class Lineage:
         self._depths: dict[NodeId, int] = {}
 
     def ancestors(self, node_id: NodeId) -> tuple[NodeId, ...]:
-        """The nearest first; empty for a root."""
+        """Return the ancestors, the nearest first; none for a root."""
         found: list[NodeId] = []
         parent = self._parents.get(node_id)
         while parent is not None:
@@ -39,7 +39,7 @@ class Lineage:
         return tuple(self._children.get(node_id, ()))
 
     def subtree(self, node_id: NodeId) -> list[NodeId]:
-        """A node and all its descendants."""
+        """Return a node and all its descendants."""
         found = [node_id]
         for seen in found:
             found.extend(self._children.get(seen, ()))

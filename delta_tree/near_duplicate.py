@@ -140,7 +140,7 @@ def _runs(donor: _Compared, start: int, k: int) -> list[Match]:
 
 
 def _unlike(compared: Sequence[_Compared], is_closed: Mask, k: int) -> Ids:
-    """The tokens of all k-grams of the candidates that do not stand in closed text of the prompt, joined."""
+    """Return the tokens of all k-grams of the candidates outside closed text of the prompt, joined."""
     shifts = np.array([shift for each in compared for shift in each.shifts])
     owners = [number for number, each in enumerate(compared) for _ in each.shifts]
     # All rows as one, each with a false value at its end: a few calls in all, and not for each candidate.

@@ -126,7 +126,7 @@ def common_suffix_length(a: Ids, b: Ids) -> int:
 
 
 def _longest_run(source: Ids, target: Ids, rest: Span, places: Places) -> Match | None:
-    """The longest run that starts at `rest.start`; of equally long ones the one from the nearest position."""
+    """Return the longest run that starts at `rest.start`; of equal ones that from the nearest position."""
     text = target[rest.start : rest.end]
     best: Match | None = None
     for place in _worth_trying(places, rest.start):

@@ -56,7 +56,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         new_id: Callable[[], NodeId] | None = None,
     ) -> Self:
         """
-        The tree stored at `path`, which is created if it is missing; with None it is in memory only.
+        Return the tree stored at `path`, which is created if it is missing; with None it is in memory only.
 
         `clock` and `new_id` are for replays, whose results must not depend on the time.
         Raises:  MetadataStoreError: missing (read-only), corrupt, of another identity or version, locked

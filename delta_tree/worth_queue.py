@@ -81,7 +81,7 @@ def best_rates(used: NDArray[np.float64], lived: NDArray[np.float64]) -> NDArray
     """
 
     def between(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sums from each bucket to each later one: (B,) -> (B, B)."""
+        """Return the sums from each bucket to each later one: (B,) -> (B, B)."""
         sums = np.cumsum(values)
         return sums[None, :] - (sums - values)[:, None]
 

@@ -30,7 +30,7 @@ class DiskSpace:
         self._is_low = False
 
     def free_bytes(self) -> int:
-        """Bytes that programs may still write there; 0 if that cannot be determined."""
+        """Return the bytes that programs may still write there; 0 if that cannot be determined."""
         try:
             folder = self._folder.absolute()
             found = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
@@ -70,5 +70,5 @@ class DiskSpace:
 
 
 def megabytes(num_bytes: float) -> str:
-    """A size as text, in MB with one decimal."""
+    """Return a size as text, in MB with one decimal."""
     return f"{num_bytes / 1e6:,.1f} MB"

@@ -112,7 +112,7 @@ class PromptKeeper(Generic[TierT]):
                 self._evict(node)
 
     def pins(self) -> PinnedBytes:
-        """The bytes of KV that pinned prompts use, and their limit, over all memories. Blocks."""
+        """Return the bytes of KV that pinned prompts use, and their limit, over all memories. Blocks."""
         with self._writing:
             pinned, budgets = self.tree.pinned(), self._budgets()
             return {
@@ -130,7 +130,7 @@ class PromptKeeper(Generic[TierT]):
         """Release resources. The caller stores nothing after this."""
 
     def tiers(self) -> tuple[TierStatus, ...]:
-        """The tiers of KV in this process."""
+        """Return the tiers of KV in this process."""
         return ()
 
     def find_stored(self, namespace: str, token_ids: TokenIds, plan: Plan | NoPlan) -> Node | None:
@@ -145,16 +145,16 @@ class PromptKeeper(Generic[TierT]):
         self._evicted.append((namespace, node_id))
 
     def take_evicted(self) -> list[tuple[str, int]]:
-        """Namespaces and ids of the nodes evicted since the last call, which the index still has."""
+        """Return namespaces and ids of the nodes evicted since the last call, which the index still has."""
         return [self._evicted.popleft() for _ in range(len(self._evicted))]
 
     def take_shortened(self) -> list[Node]:
-        """The nodes shortened since the last call, which the index still has in full length."""
+        """Return the nodes shortened since the last call, which the index still has in full length."""
         taken = (self._shortened.pop(node_id, None) for node_id in list(self._shortened))
         return [node for node in taken if node is not None]
 
     def _budgets(self) -> Collection[Budget]:
-        """Every memory that holds segments; none for a tree without an engine."""
+        """Return every memory that holds segments; none for a tree without an engine."""
         return ()
 
     def _insert(self, draft: NodeDraft, *, memory: str | None = None) -> Insertion:

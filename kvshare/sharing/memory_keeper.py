@@ -249,7 +249,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
             return insertion.node if insertion.created else None
 
     def _drafted(self, computed: Computed[KVT]) -> tuple[NodeDraft, list[KVT]]:
-        """The node of a finished sequence, and the KV of its new segments."""
+        """Return the node of a finished sequence, and the KV of its new segments."""
         retained = [computed.kv.cut(span) for span in self._spans(computed)]
         draft = draft_node(
             computed.token_ids,
@@ -267,7 +267,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         ]
 
     def _spans(self, computed: Computed[KVT]) -> tuple[Span, ...]:
-        """The computed spans, cut into segments; the other tokens were copied."""
+        """Return the computed spans, cut into segments; the other tokens were copied."""
         return computed_spans(computed.plan, len(computed.token_ids), self._segment_tokens(computed))
 
     def _segment_tokens(self, computed: Computed[KVT]) -> int:

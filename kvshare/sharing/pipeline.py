@@ -178,7 +178,7 @@ class Sharing:
 
     @property
     def shortest_that_pays(self) -> float:
-        """The tokens of the shortest prompt for which a lookup pays; infinite if none does."""
+        """Return the tokens of the shortest prompt for which a lookup pays; infinite if none does."""
         return self._worth.shortest(self._limits)
 
     async def _planned(

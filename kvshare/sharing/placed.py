@@ -23,7 +23,7 @@ _as_numbers = attrgetter("donor", "target_start", "donor_start", "length")
 
 
 def placed(copies: Sequence[Copy]) -> Placed:
-    """(M, 4) where these copies stand."""
+    """Return where these copies stand, (M, 4)."""
     return np.array([_as_numbers(copy) for copy in copies], np.int64).reshape(-1, 4)
 
 
@@ -34,7 +34,7 @@ def ends(copies: Placed) -> Places:
 
 
 def continued(copies: Placed) -> NDArray[np.bool_]:
-    """(M,) whether a copy continues the one before it, in the prompt and in the same donor."""
+    """Return (M,): does a copy continue the one before it, in the prompt and in the same donor?"""
     found = np.zeros(len(copies), np.bool_)
     before, after = copies[:-1], copies[1:]
     found[1:] = (before[:, 0] == after[:, 0]) & (ends(before) == after[:, 1])

@@ -48,7 +48,7 @@ def make_plan(
     media: tuple[Span, ...] = (),
 ) -> Plan | NoPlan:
     """
-    The fastest plan for a prompt of T tokens with candidates of the same namespace.
+    Return the fastest plan for a prompt of T tokens with candidates of the same namespace.
 
     Shapes:  token_ids (T,) int32
     Units:   `media`: token positions, ascending; each of these is copied as a whole or not at all
@@ -239,13 +239,14 @@ class _Search:
         )
 
     def _split(self, plan: Plan) -> Plan:
-        """The plan, or a faster one that computes its beginning while the rest is read from disk."""
+        """Return the plan, or a faster one that computes its beginning while the rest is read from disk."""
         return plan if self._media else split_reads(plan, self._rates)
 
 
 def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> Plan | None:
     """
-    A plan that copies the equal prefix only. The last token is always computed: its logits start the answer.
+    Return a plan that copies the equal prefix only. The last token is always computed: its logits start the
+    answer.
 
     Returns: None if fewer than `min_length` tokens are equal, as all chats begin with the same template
     """

@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def regime(self) -> Regime:
-        """The kind of plan: edited in place, moved within one donor, or composed of several donors."""
+        """Return the kind of plan: edited in place, moved within one donor, or composed of several donors."""
         if self.values[FEATURES.index("donors")] > 0:
             return "composed"
         return "moved" if self.far >= _MOVED else "in_place"
@@ -173,7 +173,7 @@ class Calibration:
     at_length: float = 1.0
 
     def typical(self, values: Vector) -> NDArray[np.float64]:
-        """The median KL of such plans. Shapes: (..., F) -> (...)"""
+        """Return the median KL of such plans. Shapes: (..., F) -> (...)"""
         weights, with_repairs, low, high = _columns(self.weights, self.with_repairs, self.low, self.high)
         inside = np.minimum(np.maximum(values, low), high)
         weights = weights + with_repairs * inside[..., -1:]
@@ -181,15 +181,15 @@ class Calibration:
         return found
 
     def expected(self, values: Vector) -> NDArray[np.float64]:
-        """The mean KL of such plans. Shapes: (..., F) -> (...)"""
+        """Return the mean KL of such plans. Shapes: (..., F) -> (...)"""
         return self.mean_where(self.typical(values))
 
     def mean_where(self, typical: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The mean KL of plans with the median `typical`, nats."""
+        """Return the mean KL of plans with the median `typical`, nats."""
         return self.bias * typical**self.slope
 
     def as_document(self) -> dict[str, Any]:
-        """JSON-ready; weights by name of the feature."""
+        """Return it as JSON takes it, weights by the feature's name."""
         by_name = {
             name: dict(zip(_COLUMNS, columns, strict=True))
             for name, *columns in zip(
@@ -230,7 +230,7 @@ class Calibration:
 
 @lru_cache(maxsize=64)  # a model has one of each rule, a lab some more
 def _columns(*columns: tuple[float, ...]) -> Vector:
-    """(C, F) the columns as one array."""
+    """Return the columns as one array, (C, F)."""
     return np.array(columns)
 
 

@@ -234,7 +234,7 @@ class Rates:
         return Estimate(self.full_s(num_tokens), shared_s, self.lookup_s(num_tokens), load_s, compute_s)
 
     def unshared(self, num_tokens: int) -> Estimate:
-        """The estimate of a prompt without a plan."""
+        """Return the estimate of a prompt without a plan."""
         full_s = self.full_s(num_tokens)
         return Estimate(full_s, full_s, self.lookup.seconds(num_tokens), compute_s=full_s)
 

@@ -85,7 +85,8 @@ def num_listening_layers(num_layers: int) -> int:
 
 def probes(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
     """
-    (P,) positions whose change is measured, ascending: dense at the start of each stretch, then sparse.
+    Return the positions whose change is measured, (P,), ascending. They are dense at the start of each
+    stretch, then sparse.
 
     `stretches`: contiguous copies of one donor each, ascending.
     """
@@ -96,7 +97,7 @@ def probes(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
 
 
 def listeners(computed: Mask) -> NDArray[np.int64]:
-    """(N,) the positions of the listeners: the last placeholders."""
+    """Return the positions of the listeners, (N,): the last placeholders."""
     return computed.nonzero()[0][-MAX_LISTENERS:]
 
 
@@ -110,7 +111,7 @@ def choose_by_place(
 
 def renewed(attended: Scores, computed: Mask, repairs: Mask, *, first_approximate: int) -> Mask:
     """
-    (T,) the listeners, and the other computed tokens that they attend to most.
+    Return the listeners, and the other computed tokens that they attend to most, as a mask (T,).
 
     Tokens before the first approximate copy are exact and never computed again.
     """
@@ -126,7 +127,7 @@ def scores(
     stretches: Sequence[Span], attended: Scores, places: NDArray[np.int64], changed: Scores
 ) -> NDArray[np.float64]:
     """
-    (T,) the scores of the tokens in stretches; 0 elsewhere.
+    Return the scores of the tokens in stretches, (T,); 0 elsewhere.
 
     Shapes:  attended (L, T); places (P,) of the probes, ascending; changed (L, P), norms
     """
@@ -187,7 +188,7 @@ def spans_where(mask: Mask) -> list[Span]:
 
 
 def covered(spans: Sequence[Span], num_tokens: int) -> Mask:
-    """(T,) the positions that the spans cover."""
+    """Return the positions that the spans cover, as a mask (T,)."""
     mask = np.zeros(num_tokens, np.bool_)
     for span in spans:
         mask[span.start : span.end] = True
@@ -202,7 +203,7 @@ def num_runs(rows: Mask) -> int:
 def _between(
     stretch: Span, places: NDArray[np.int64], changed: Scores, everywhere: NDArray[np.float64]
 ) -> NDArray[np.floating]:
-    """(L, len(stretch)) changes, interpolated in the logarithm; without probes the mean of all, (L, 1)."""
+    """Return changes (L, len(stretch)), interpolated in the logarithm; without probes the mean, (L, 1)."""
     own = (places >= stretch.start) & (places < stretch.end)
     if not own.any():
         return np.exp(everywhere)[:, None]

@@ -40,7 +40,7 @@ class RiskTable:
         return min(found, default=ANY_DEVIATION)
 
     def as_document(self) -> dict[str, dict[str, float]]:
-        """JSON-ready."""
+        """Return it as JSON takes it."""
         return {
             f"{risk:g}": {f"{limit:g}": most for limit, most in limits.items()}
             for risk, limits in self.typical.items()

@@ -68,7 +68,7 @@ class Worth:
         self._chances: dict[tuple[str, int], float] = {}
 
     def shortest(self, limits: PlannerLimits) -> float:
-        """The tokens of the shortest prompt whose lookup may save more than it takes; or infinity."""
+        """Return the tokens of the shortest prompt whose lookup may save more than it takes; or infinity."""
         return self._shortest(limits).prefix
 
     def lookup(self, num_tokens: int, limits: PlannerLimits) -> bool:
@@ -76,14 +76,14 @@ class Worth:
         return num_tokens >= self.shortest(limits)
 
     def passages(self, num_tokens: int, limits: PlannerLimits) -> bool:
-        """The same for the search for passages, whose reuse takes a pass."""
+        """Return the same for the search for passages, whose reuse takes a pass."""
         return num_tokens >= self._shortest(limits).passages
 
     def planning(self, num_tokens: int, nomination: Nomination, limits: PlannerLimits) -> bool:
         """
-        Whether a plan may pay by what its donors share with the prompt, as far as that is estimated. Then
-        planning, too, must pay: of prompts that share little most plans are refused, so that it also may take
-        only a small share of their prefill.
+        Return whether a plan may pay by what its donors share with the prompt, as far as that is estimated.
+        Then planning, too, must pay: of prompts that share little most plans are refused, so that it also may
+        take only a small share of their prefill.
         """
         scores = [candidate.score for candidate in nomination.candidates]
         if 0.0 in scores:
@@ -100,7 +100,7 @@ class Worth:
 
     @staticmethod
     def unplanned(nomination: Nomination, min_run: int) -> Reason:
-        """Why no plan was tried: planning does not pay, or no candidate is similar to the prompt."""
+        """Return why no plan was tried: planning does not pay, or no candidate is similar to the prompt."""
         shared = sum(candidate.score for candidate in nomination.candidates)
         is_similar = shared >= _UNSURE or nomination.num_prefix_tokens >= min_run
         return Reason.DOES_NOT_PAY if is_similar else Reason.NO_CANDIDATES
@@ -131,8 +131,8 @@ class Worth:
 
     def search(self, num_tokens: int, limits: PlannerLimits) -> Search:
         """
-        What may save more than it takes, while a prompt without a donor is not slowed where few of the last
-        had one; now and then more than that, to measure it.
+        Return what may save more than it takes, while a prompt without a donor is not slowed where few of the
+        last had one; now and then more than that, to measure it.
         """
         seconds = self._cost.rates.lookup.seconds(num_tokens)
         is_worth = self.passages(num_tokens, limits) and (
@@ -144,8 +144,8 @@ class Worth:
 
     def embedding(self, num_tokens: int, limits: PlannerLimits) -> bool:
         """
-        Whether an embedding takes only a small share of what the donor that it may find would save, and a
-        prompt for which it finds none is not slowed. One in many is made to learn whether it finds any.
+        Return whether an embedding takes only a small share of what the donor that it may find would save,
+        and a prompt for which it finds none is not slowed. One in many is made to learn whether it finds any.
 
         Not before both are measured: embeddings are whenever a prompt is stored, so no request waits for one
         to be tried.
@@ -162,9 +162,9 @@ class Worth:
 
     def learn(self, lookup: Lookup) -> None:
         """
-        What the searches for a prompt took, and planning where there were donors, and of what use.
+        Learn how long the searches for a prompt took, how long planning, and what they found.
 
-        Nothing of a search for a prefix only, which is always worth its microseconds.
+            Nothing of a search for a prefix only, which is always worth its microseconds.
         """
         num_tokens, embedding_s = lookup.num_tokens, lookup.stage_seconds.get("embedding")
         if "fingerprint" in lookup.stage_seconds:
@@ -188,8 +188,8 @@ class Worth:
 
     def _may_take(self, kind: str, seconds: float, num_tokens: int, limits: PlannerLimits) -> bool:
         """
-        Whether so little that a prompt without a donor is not slowed; more, the more have one. Anything where
-        plans may even lose time, and where nothing is learned, as the chance is not.
+        Return whether so little that a prompt without a donor is not slowed; more, the more have one.
+        Anything where plans may even lose time, and where nothing is learned, as the chance is not.
         """
         if not self._cost.is_learning or limits.threshold.min_saved_s < 0:
             return True
@@ -202,7 +202,7 @@ class Worth:
         limits: PlannerLimits,
         queue: Queue,
     ) -> Plan | NoPlan:
-        """The plan that pays; or one to measure what it takes, as the rates that refuse it may be wrong."""
+        """Return the plan that pays, or one that measures rates which may be wrong to refuse it."""
         excess_s = self._cost.waits.excess_s(queue.computing_s)
         rates = replace(self._cost.rates, queue=replace(queue, excess_s=excess_s))
         plan = make(limits, rates)

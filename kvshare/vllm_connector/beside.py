@@ -91,7 +91,7 @@ class KVShareMultiConnector(MultiConnector):
     def _by_child(
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
     ) -> Sequence[tuple[KVConnectorBase_V1, dict[Any, KVConnectorHandshakeMetadata]]]:
-        """Each child with what its workers sent, if anything, by their ranks."""
+        """Return each child with what its workers sent, if anything, by their ranks."""
         found = []
         for place, child in enumerate(self._connectors):
             own = {

@@ -135,7 +135,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.advance(self._step_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: before vLLM's forward pass the KV of its requests is loaded."""
+        """Do nothing: before vLLM's forward pass the KV of its requests is loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any

@@ -117,7 +117,7 @@ class KVShareWorker(PlatformWorker):
 
 
 def with_users_of_kv(config: KVCacheConfig, layers: Mapping[str, Any]) -> KVCacheConfig:
-    """The same, where layers that have no KV of their own have the spec of the layer whose KV they use."""
+    """Return the same; layers without KV of their own have the spec of the layer whose KV they use."""
     own = copy.deepcopy(config)
     for group in own.kv_cache_groups:
         if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):

@@ -60,13 +60,13 @@ class Contest:
 
     @property
     def difference(self) -> float | None:
-        """The difference so far; while too little is known, that of the last contest."""
+        """Return the difference so far; while too little is known, that of the last contest."""
         current = self._difference
         return self.last if current is None else current
 
     @property
     def slower(self) -> float | None:
-        """The difference as a share of the time: 0.1 means that more sharing is 10 % slower."""
+        """Return the difference as a share of the time: 0.1 means that more sharing is 10 % slower."""
         return None if (difference := self.difference) is None else math.expm1(difference)
 
     @property

@@ -78,7 +78,7 @@ class LoadLevel:
 
     @property
     def _unshared_share(self) -> float:
-        """Higher at first, and while sharing seems to harm, so that this is decided sooner."""
+        """Return a higher share at first, and while sharing seems to harm, to decide that sooner."""
         if self.rung is Rung.NOTHING:
             return 0.0
         is_open = not self.against_nothing.has_ended or self.against_nothing.leans(Finding.SLOWER)

@@ -117,12 +117,12 @@ class BlockDonors:
 
     @property
     def are_short(self) -> bool:
-        """Whether less than half of the pool is free, so that blocks kept for a save might soon be missed."""
+        """Return whether less than half of the pool is free: blocks kept for a save may soon be missed."""
         return self._pool is not None and 2 * self._pool.get_num_free_blocks() < self._pool.num_gpu_blocks
 
     @property
     def num_in_pool(self) -> int:
-        """The number of vLLM's blocks; 0 before `bind`."""
+        """Return the number of vLLM's blocks; 0 before `bind`."""
         return self._pool.num_gpu_blocks if self._pool is not None else 0
 
     def blocks_of(self, num_tokens: int) -> int:
@@ -226,7 +226,7 @@ class BlockDonors:
 
     @property
     def would_free(self) -> bool:
-        """Whether some pinned blocks are used by no request, so that they are free when copies are made."""
+        """Return whether some pinned blocks are used by no request, so they are free once copies are made."""
         if self._pool is None:
             return False
         blocks = self._pool.blocks

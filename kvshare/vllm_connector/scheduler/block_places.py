@@ -32,7 +32,7 @@ class BlockPlace:
 
     @property
     def last_full(self) -> tuple[int, BlockHashWithGroupId] | None:
-        """The last block that has a hash, with the hash; None if no block has one."""
+        """Return the last block that has a hash, with the hash; None if no block has one."""
         pairs = zip(reversed(self.block_ids), reversed(self.hashes), strict=True)
         return next(((block_id, known) for block_id, known in pairs if known is not None), None)
 

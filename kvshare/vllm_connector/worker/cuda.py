@@ -192,7 +192,7 @@ class CudaGpu:
         copy_all(self._copy_batch, targets, sources, stream=stream, is_stable=is_stable)
 
     def _sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
-        """(P,) the sums of all pieces on the device, in the order of parts."""
+        """Return the sums of all pieces on the device, (P,), in the order of parts."""
         if self._kernels is not None:
             rows, parts = batch[0].stored.rows, [layers.part for layers in batch]
             found: torch.Tensor = self._kernels.sums(

@@ -264,7 +264,7 @@ class DiskStore(SegmentStore):
 
 
 def _rows(stored: Stored) -> Rows:
-    """The bytes of a segment in the arena, one layer of one head after the other."""
+    """Return the bytes of a segment in the arena, one layer of one head after the other."""
     found: Rows = stored.rows.flatten(2).flatten(0, 1).view(torch.uint8).numpy()
     return found
 

@@ -59,5 +59,5 @@ def cut(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _numbered(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, .. for each count, one after the other."""
+    """Return 0, 1, .. for each count, one after the other."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

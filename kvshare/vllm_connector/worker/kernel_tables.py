@@ -96,7 +96,7 @@ class StagingForm:
 
     def table(self, parts: Sequence[StagedPart]) -> NDArray[np.int64]:
         """
-        (5, P): offset, tokens, first piece, number of pieces, number of consecutive pieces.
+        Return (5, P): offset, tokens, first piece, number of pieces, number of consecutive pieces.
 
         Raises:  ValueError if a part is not aligned, or not whole in staging
         """

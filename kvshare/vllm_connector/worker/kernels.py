@@ -249,7 +249,7 @@ def _elements(staging: torch.Tensor, caches: Sequence[torch.Tensor]) -> torch.Te
 
 
 def form_of(caches: Sequence[torch.Tensor]) -> dict[str, int]:
-    """Arguments of both kernels that are the same for every batch."""
+    """Return the arguments of both kernels that are the same for every batch."""
     _, _, size, width = caches[0].shape
     stride_block, stride_head, stride_token, _ = caches[0].stride()
     staging = StagingForm(0, width // 2, caches[0].itemsize)

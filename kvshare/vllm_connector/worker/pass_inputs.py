@@ -57,7 +57,7 @@ class PassInputs:
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest run."""
+        """Return the number of tokens of the longest run."""
         return int(np.diff(self.starts).max())
 
 
@@ -85,7 +85,7 @@ def pass_inputs(runs: Sequence[PlacedRun], cache: PagedCache) -> PassInputs:
 
 
 def following_ids(runs: Sequence[PlacedRun]) -> NDArray[np.int32]:
-    """(N,) the token after each row's token; for a prompt's last token, that token itself."""
+    """Return the token after each row's token, (N,); for a prompt's last token, that token itself."""
     each = []
     for run in runs:
         following = run.token_ids[run.span.start + 1 : run.span.end + 1]
@@ -94,7 +94,7 @@ def following_ids(runs: Sequence[PlacedRun]) -> NDArray[np.int32]:
 
 
 def kept_rows(runs: Sequence[PlacedRun]) -> NDArray[np.bool_]:
-    """(N,) which rows are kept: the target does not write their KV."""
+    """Return which rows are kept, (N,): the target does not write their KV."""
     kept = []
     for run in runs:
         rows = np.zeros(len(run.span), np.bool_)

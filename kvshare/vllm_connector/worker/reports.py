@@ -48,7 +48,7 @@ class Reports:
             self.paces.note_pass(sum(num_run.values()), began, ended, is_plain=is_plain)
 
     def note_ahead(self, began: Any, ended: Any, num_run: dict[str, int]) -> None:
-        """A pass over what comes before the first copies of loads that wait for a disk. It is a long one."""
+        """Note a pass over what comes before the first copies of loads that wait for a disk: a long one."""
         for stage in (PASS, AHEAD):
             self.times.add(stage, began, ended, num_run)
 

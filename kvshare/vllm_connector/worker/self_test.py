@@ -92,7 +92,7 @@ class SelfTest:
 
     @property
     def _runs(self) -> tuple[Span, ...]:
-        """Runs of 7, 1, 17 and many tokens, and the rest."""
+        """Return runs of 7, 1, 17 and many tokens, and the rest."""
         last = max(25, self._length - 40)
         return tuple(filter(None, map(Span, (0, 7, 8, 25, last), (7, 8, 25, last, self._length))))
 
@@ -285,7 +285,7 @@ class SelfTest:
 
 
 def _scattered(num_blocks: int, count: int) -> tuple[int, ...]:
-    """Ids of free blocks, far apart and in random order."""
+    """Return the ids of free blocks, far apart and in random order."""
     apart = np.linspace(FIRST_BLOCK, FIRST_BLOCK + num_blocks - 1, count).astype(int)
     return tuple(np.random.default_rng(3).permutation(apart).tolist())
 

@@ -119,7 +119,7 @@ class Transfers:
 
     @property
     def only_load(self) -> UnderWay | None:
-        """The load, if it is the only one and not lost; else None. The same on all ranks."""
+        """Return the load, if it is the only one and not lost; else None. The same on all ranks."""
         loads = [each for _, each in self._loads()]
         is_one = len(loads) == 1 and not self._is_asleep and not any(self._joining)
         return loads[0] if is_one and not loads[0].is_lost else None
