@@ -62,7 +62,7 @@ class Shape:
         return "moved" if self.far >= _MOVED else "in_place"
 
     def repaired(self, num_tokens: float | Sequence[float]) -> Vector:
-        """(F,) the features if `num_tokens` copied tokens are computed again; (N, F) for several numbers."""
+        """Return the features, (F,), if `num_tokens` copies are repaired; (N, F) for several numbers."""
         counts = np.asarray(num_tokens, dtype=np.float64)
         found = np.empty((*counts.shape, len(self.values) + 1))
         found[..., :-1] = self.values

@@ -196,7 +196,7 @@ class Rates:
         return self.lookup.seconds(num_tokens) + self.planning.seconds(num_tokens)
 
     def ahead_s(self, num_tokens: int) -> float:
-        """So many leading tokens, in a pass by themselves; see `PrefillWork.num_ahead`."""
+        """Return the time of so many leading tokens, in their own pass; see `PrefillWork.num_ahead`."""
         if not num_tokens:
             return 0.0
         return self.seconds(PrefillWork(num_tokens, num_tokens**2 / 2, num_steps=0, num_passes=1))

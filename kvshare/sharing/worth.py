@@ -81,9 +81,10 @@ class Worth:
 
     def planning(self, num_tokens: int, nomination: Nomination, limits: PlannerLimits) -> bool:
         """
-        Return whether a plan may pay by what its donors share with the prompt, as far as that is estimated.
-        Then planning, too, must pay: of prompts that share little most plans are refused, so that it also may
-        take only a small share of their prefill.
+        Return whether a plan may pay, by what its donors are estimated to share with the prompt.
+
+        Planning itself must pay, too. If prompts share little, most plans are refused, so planning may then
+        take only a small share of the prefill.
         """
         scores = [candidate.score for candidate in nomination.candidates]
         if 0.0 in scores:
@@ -131,8 +132,8 @@ class Worth:
 
     def search(self, num_tokens: int, limits: PlannerLimits) -> Search:
         """
-        Return what may save more than it takes, while a prompt without a donor is not slowed where few of the
-        last had one; now and then more than that, to measure it.
+        Return the widest search that may save more than it takes. If few of the latest prompts had a donor,
+        it must not slow a prompt without one. Now and then a wider search is made, to measure it.
         """
         seconds = self._cost.rates.lookup.seconds(num_tokens)
         is_worth = self.passages(num_tokens, limits) and (
@@ -144,11 +145,11 @@ class Worth:
 
     def embedding(self, num_tokens: int, limits: PlannerLimits) -> bool:
         """
-        Return whether an embedding takes only a small share of what the donor that it may find would save,
-        and a prompt for which it finds none is not slowed. One in many is made to learn whether it finds any.
+        Return whether to make an embedding: it takes only a small share of what a donor would save, and does
+        not slow a prompt without a donor. One in many is made anyway, to learn whether it finds donors.
 
-        Not before both are measured: embeddings are whenever a prompt is stored, so no request waits for one
-        to be tried.
+        None is made before embeddings and prefills were measured. Embeddings are measured when prompts are
+        stored, so no request waits for a trial.
         """
         share, rates = limits.dense_max_share, self._cost.rates
         if share is None:
@@ -164,7 +165,7 @@ class Worth:
         """
         Learn how long the searches for a prompt took, how long planning, and what they found.
 
-            Nothing of a search for a prefix only, which is always worth its microseconds.
+        A search for a prefix only teaches nothing: it is always worth its microseconds.
         """
         num_tokens, embedding_s = lookup.num_tokens, lookup.stage_seconds.get("embedding")
         if "fingerprint" in lookup.stage_seconds:
@@ -188,8 +189,8 @@ class Worth:
 
     def _may_take(self, kind: str, seconds: float, num_tokens: int, limits: PlannerLimits) -> bool:
         """
-        Return whether so little that a prompt without a donor is not slowed; more, the more have one.
-        Anything where plans may even lose time, and where nothing is learned, as the chance is not.
+        Return whether a search may take so long: a prompt without a donor must not be slowed, and the more
+        prompts have one, the more it may take. Always true if plans may lose time, or nothing is learned.
         """
         if not self._cost.is_learning or limits.threshold.min_saved_s < 0:
             return True

@@ -122,8 +122,8 @@ class TierStack:
         self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf, doubt_s: float = math.inf
     ) -> Fetched:
         """
-        Return the segments whose bytes match their checks. The others are missing, or late: not read in that
-        time, or not to be expected in it, see `pace.py`. What comes late is in memory for the next request.
+        Return the segments whose bytes match their checks. The others are missing or late: they were not read
+        in time, or their pace (`pace.py`) says so. Late ones will be in memory for the next request.
         """
         found = self.begin(segment_ids, within_s=within_s, doubt_s=doubt_s)
         if found.reads is None:

@@ -56,7 +56,7 @@ class KVShareMultiConnector(MultiConnector):
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: VllmConfig) -> list[tuple[Any, VllmConfig]]:
         """
-        Ours learns the names of the other connectors.
+        Tell our connector the names of the others.
 
         All have the outer policy for failed loads, which is the only one that vLLM itself looks at.
         """

@@ -200,7 +200,7 @@ class DiskPlan:
             self.drops.note(late)
 
     def note_bytes(self, ticketed: TicketedRequest, result: LoadResult) -> None:
-        """How much of what its load was to read was late: all of it but one segment at most."""
+        """Note how much of a load's reads was late: all of them but one segment at most."""
         late = [self.segments.bytes_of([segment_id]) for segment_id in result.late]
         asked = ticketed.disk_bytes
         ticketed.disk_bytes = max(asked - sum(late), min([asked, *late]))

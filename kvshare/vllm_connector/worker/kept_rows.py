@@ -87,7 +87,7 @@ class _OfPart:
         self._cache.elements.read(cache, self._offsets_in(cache), self.rows[layer])
 
     def squared_changes(self, num_layers: int) -> torch.Tensor:
-        """(num_layers, P)"""
+        """Return (num_layers, P)."""
         now = torch.empty_like(self.rows[:num_layers, 1])
         for layer, cache in enumerate(self._cache.caches[:num_layers]):
             self._cache.elements.read(cache, self._offsets_in(cache)[1:], now[layer])
