@@ -39,7 +39,7 @@ def _truth(value: object) -> str:
     return text
 
 
-Number = Annotated[int, BeforeValidator(_digits), Field(ge=1, le=2**53 - 1)]
+Number = Annotated[int, Field(ge=1, le=2**53 - 1), BeforeValidator(_digits)]
 Flag = Annotated[bool, BeforeValidator(_truth)]
 Digest = Annotated[str, Field(min_length=4)]
 """The digest of a namespace, or its first digits."""
