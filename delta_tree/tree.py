@@ -220,16 +220,6 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             self._writer.store(Change(put_segments=tuple(segments), put_nodes=(longer,)))
             return longer
 
-    def purge(self, namespace: str) -> Eviction:
-        """Remove all nodes of a namespace, pinned ones too."""
-        with self._lock:
-            return self._drop([node.node_id for node in self.nodes(namespace)])
-
-    def purge_all(self) -> Eviction:
-        """Remove all nodes."""
-        with self._lock:
-            return self._drop(list(self._forest.nodes))
-
     def purge_nodes(self, node_ids: Iterable[NodeId]) -> Eviction:
         """Remove these nodes, pinned ones too. Unknown ones are ignored."""
         with self._lock:

@@ -203,7 +203,8 @@ class TreeMachine(RuleBasedStateMachine):
         """Purge a namespace: nothing of it is left."""
         before = self.referred()
         self.model = {key: known for key, known in self.model.items() if key[0] != namespace}
-        assert set(self.tree.purge(namespace).freed_segments) == self.freed(before)
+        gone = self.tree.purge_nodes(node.node_id for node in self.tree.nodes(namespace))
+        assert set(gone.freed_segments) == self.freed(before)
         assert self.tree.nodes(namespace) == ()
         assert namespace not in {segment.namespace for segment in self.tree.segments()}
 
