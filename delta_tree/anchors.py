@@ -81,11 +81,11 @@ def _anchored_runs(pair: Pair, spans: Sequence[Span], places: Places) -> list[Ma
     starts, ends, shifts = starts[is_equal], ends[is_equal], shifts[is_equal]
     homes = bounds[:, 0].searchsorted(starts, side="right") - 1
     starts, ends, shifts = _extended(pair, starts, ends, shifts, bounds[homes])
-    found = list(map(Match, (starts + shifts).tolist(), starts.tolist(), (ends - starts).tolist()))
+    matches = list(map(Match, (starts + shifts).tolist(), starts.tolist(), (ends - starts).tolist()))
     if (ends[:-1] <= starts[1:]).all():
-        return found
+        return matches
     runs: list[Match] = []
-    for run in found:
+    for run in matches:
         add_run(runs, run, k)
     return runs
 
@@ -120,17 +120,17 @@ def _num_equal(
     source: Ids, target: Ids, positions: Positions, shifts: Positions, room: Positions
 ) -> Positions:
     """Return how many of the tokens from each target position on equal the source's, at most `room` each."""
-    found = np.zeros(len(positions), dtype=np.int64)
+    counts = np.zeros(len(positions), dtype=np.int64)
     asked, step = np.flatnonzero(room > 0), _FIRST_STEP
     while len(asked):
-        ahead = found[asked, None] + np.arange(step)
+        ahead = counts[asked, None] + np.arange(step)
         is_inside = ahead < room[asked, None]
         at = positions[asked, None] + np.where(is_inside, ahead, 0)
         is_equal = (source.take(at + shifts[asked, None]) == target.take(at)) & is_inside
         goes_on = is_equal.all(axis=1)
-        found[asked] += np.where(goes_on, step, is_equal.argmin(axis=1))
+        counts[asked] += np.where(goes_on, step, is_equal.argmin(axis=1))
         asked, step = asked[goes_on], 2 * step
-    return found
+    return counts
 
 
 def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, Positions]:

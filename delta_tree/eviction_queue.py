@@ -147,7 +147,7 @@ class CopiesQueue(_LastUses[K]):
             head = heappop(heap)
             if self._uses.get(head[1]) is head[0]:
                 passed.append(head)
-        found = heap[0] if heap else None
+        smallest = heap[0] if heap else None
         for head in passed:
             heappush(heap, head)
-        return found
+        return smallest

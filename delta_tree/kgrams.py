@@ -114,10 +114,10 @@ class Sieve:
     def passing(self, hashes: Hashes, among: Places | None = None) -> Places:
         """Return the positions (`among`: of these) whose hash may be in the collection, ascending."""
         asked = hashes if among is None else hashes.take(among)
-        found: list[Places] = []
+        parts: list[Places] = []
         for start in range(0, max(1, len(asked)), _SIEVED_AT_ONCE):
-            found.append(self._passing(asked[start : start + _SIEVED_AT_ONCE]) + start)
-        places = found[0] if len(found) == 1 else np.concatenate(found)
+            parts.append(self._passing(asked[start : start + _SIEVED_AT_ONCE]) + start)
+        places = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return places if among is None else among.take(places)
 
     def _passing(self, hashes: Hashes) -> Places:
@@ -180,11 +180,11 @@ class CandidateKGrams:
         The uncovered part of the new prompt only shrinks, so a k-gram that failed once is not tested again.
         """
         if self._separate is not None:
-            found = [
+            narrowed = [
                 sieve.passing(own, places) for own, places in zip(self._separate, self._places, strict=True)
             ]
-            self._places = [*found]
-            return found
+            self._places = [*narrowed]
+            return narrowed
         self._passing = places = sieve.passing(self._joined, self._passing)
         cuts = places.searchsorted(self._bounds).tolist()
         starts = self._bounds[:, 0].tolist()

@@ -159,9 +159,9 @@ class TreeReader:
             node = self.node(node_id)
             mine, others = _stored_spans(node), _in_namespace(self._forest.nodes.values(), node.namespace)
             left = sum(self._forest.num_references(each) - 1 for each in mine)
-        found: list[SharedKV] = []
+        sharers: list[SharedKV] = []
         for other in others:
-            if left <= 0 or len(found) == limit:
+            if left <= 0 or len(sharers) == limit:
                 break
             same = mine.keys() & other.pieces.segment_ids if other.node_id != node_id else ()
             if not same:
@@ -175,8 +175,8 @@ class TreeReader:
                 for span in mine[segment_id]
             )
             if num_tokens:
-                found.append(SharedKV(other.node_id, num_tokens))
-        return tuple(sorted(found, key=lambda shared: (-shared.num_tokens, shared.node_id)))
+                sharers.append(SharedKV(other.node_id, num_tokens))
+        return tuple(sorted(sharers, key=lambda shared: (-shared.num_tokens, shared.node_id)))
 
     def num_sharing(self, node_id: NodeId) -> int:
         """Return how many other nodes refer to the most shared segment of this node."""

@@ -59,11 +59,11 @@ class Storage:
             )
         try:
             with _translated(path):
-                found = _configure(connection, path, identity, read_only=read_only)
+                stored_identity = _configure(connection, path, identity, read_only=read_only)
         except BaseException:
             connection.close()
             raise
-        return cls(path, connection, identity=found, read_only=read_only)
+        return cls(path, connection, identity=stored_identity, read_only=read_only)
 
     @property
     def has_nodes(self) -> bool:

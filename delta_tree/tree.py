@@ -253,16 +253,16 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             self._writer.store(change, lazily=lazily)
         return Eviction(len(dropped), freed, num_bytes)
 
-    def _insert_again(self, known: Node, draft: NodeDraft, segment_of: SegmentLookup) -> Insertion:
+    def _insert_again(self, existing: Node, draft: NodeDraft, segment_of: SegmentLookup) -> Insertion:
         offered = replace(
-            known, pieces=draft.pieces, exact_length=draft.exact_length, deviation=draft.deviation
+            existing, pieces=draft.pieces, exact_length=draft.exact_length, deviation=draft.deviation
         )
         check_node(offered, segment_of)
-        if quality(offered, segment_of) > quality(known, segment_of):
+        if quality(offered, segment_of) > quality(existing, segment_of):
             return self._insert_as(self._touched(offered), draft, created=False)
-        self.touch(known.node_id)
+        self.touch(existing.node_id)
         unneeded = tuple(segment.segment_id for segment in draft.new_segments)
-        return Insertion(self.node(known.node_id), False, unneeded)
+        return Insertion(self.node(existing.node_id), False, unneeded)
 
     def _insert_as(self, node: Node, draft: NodeDraft, *, created: bool) -> Insertion:
         """Store the node with those of the draft's segments that its pieces refer to."""

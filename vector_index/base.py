@@ -38,13 +38,13 @@ class IndexSchema:
     dimension: int = 0
     version: int = 1
 
-    def check(self, found: object) -> None:
+    def check(self, stamp: object) -> None:
         """Compare with the stamp of an index. Raises IndexSchemaError that names the field that differs."""
-        if not isinstance(found, dict):
+        if not isinstance(stamp, dict):
             raise IndexSchemaError("the index has no schema stamp; rebuild it")
         for name, value in asdict(self).items():
-            if found.get(name) != value:
-                raise IndexSchemaError(f"the index has {name} {found.get(name)!r}, expected {value!r}")
+            if stamp.get(name) != value:
+                raise IndexSchemaError(f"the index has {name} {stamp.get(name)!r}, expected {value!r}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,10 +168,10 @@ class VectorIndex(ABC):
         if not np.isfinite(embedding).all():
             raise ValueError("embedding is not finite")
 
-    def own_hits(self, namespace: str, found: Iterable[tuple[object, Hit]]) -> list[Hit]:
+    def own_hits(self, namespace: str, pairs: Iterable[tuple[object, Hit]]) -> list[Hit]:
         """Return the hits among (namespace as stored, hit) that belong to this namespace."""
         hits = []
-        for owner, hit in found:
+        for owner, hit in pairs:
             if owner == namespace:
                 hits.append(hit)
             else:

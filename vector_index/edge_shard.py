@@ -74,10 +74,10 @@ class ShardFiles:
 
     def _found(self) -> tuple[int, int] | None:
         try:
-            found = (self.shard / "wal").stat()
+            status = (self.shard / "wal").stat()
         except OSError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     async def optimise(self) -> None:
         """

@@ -147,11 +147,11 @@ class Postings:
 
     def _holders(self, prints: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """Return the places of the prompts that hold a fingerprint, once for each that they hold."""
-        found, parts = [_places(self._young, prints)], _parts_of(prints)
+        places, parts = [_places(self._young, prints)], _parts_of(prints)
         for number, runs in enumerate(self._runs):
             asked = prints[parts == number]
-            found += [_places(run, asked) for run in runs if len(asked)]
-        return np.concatenate(found)
+            places += [_places(run, asked) for run in runs if len(asked)]
+        return np.concatenate(places)
 
     def _counted(self, places: NDArray[np.uint32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return each of the places once, ascending, and how often it is among them."""

@@ -175,10 +175,10 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         with self._held_lock:
             held = frozenset(self._held)
         with self._writing:
-            known = self.tree.find(draft.namespace, draft.token_ids)
+            stored = self.tree.find(draft.namespace, draft.token_ids)
             tenant = budget_of(self.tree, self.tenants, draft.namespace)
             is_over = tenant is not None and tenant.num_bytes + num_bytes > tenant.max_bytes
-            is_known = known is not None and known.exact_length >= draft.exact_length
+            is_known = stored is not None and stored.exact_length >= draft.exact_length
             if is_over or is_known or not self._make_room(num_bytes, room, held):
                 return None
             hold()

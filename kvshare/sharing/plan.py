@@ -161,10 +161,10 @@ class Plan:
     @property
     def num_from(self) -> Counter[NodeId]:
         """Count the tokens that are copied from each donor."""
-        given: Counter[NodeId] = Counter()
+        counts: Counter[NodeId] = Counter()
         for copy in self.copies:
-            given[copy.donor] += copy.length
-        return given
+            counts[copy.donor] += copy.length
+        return counts
 
     def num_in(self, place: Container[SegmentId]) -> int:
         """Count the tokens that are copied from these segments."""
@@ -211,13 +211,13 @@ def small_shift(num_tokens: int) -> int:
 
 def last_tokens(spans: Sequence[Span], count: int) -> tuple[Span, ...]:
     """The last `count` positions of ascending spans."""
-    found: list[Span] = []
+    last: list[Span] = []
     for span in reversed(spans):
         if count <= 0:
             break
-        found.append(Span(max(span.start, span.end - count), span.end))
+        last.append(Span(max(span.start, span.end - count), span.end))
         count -= len(span)
-    return tuple(reversed(found))
+    return tuple(reversed(last))
 
 
 def cut(spans: Iterable[Span], place: int) -> tuple[Span, ...]:
@@ -250,14 +250,14 @@ def clip(copy: Copy, span: Span) -> Copy | None:
 
 def uncovered(copies: Sequence[Copy], num_tokens: int) -> tuple[Span, ...]:
     """Return the positions of a prompt that no copy covers. `copies`: ascending by target, disjoint."""
-    found, end = [], 0
+    gaps, end = [], 0
     for copy in copies:
         if copy.target_start > end:
-            found.append(Span(end, copy.target_start))
+            gaps.append(Span(end, copy.target_start))
         end = copy.target_start + copy.length
     if end < num_tokens:
-        found.append(Span(end, num_tokens))
-    return tuple(found)
+        gaps.append(Span(end, num_tokens))
+    return tuple(gaps)
 
 
 def within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:

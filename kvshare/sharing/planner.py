@@ -156,10 +156,10 @@ class _Search:
             return None
         common = {node.node_id: common_prefix_length(node.token_ids, self._token_ids) for node in donors}
         most = max(common.values())
-        found = self._composed(donors, max_donors=1, may_move=True)
-        is_alone = len(used := found.approximate_donors) == 1 and common[used[0]] == most
+        composition = self._composed(donors, max_donors=1, may_move=True)
+        is_alone = len(used := composition.approximate_donors) == 1 and common[used[0]] == most
         # What is not after an edit may be copied from several: it needs no repair.
-        return found if is_alone and most - found.exact_length <= _FEW * num_tokens else None
+        return composition if is_alone and most - composition.exact_length <= _FEW * num_tokens else None
 
     def _try_approximate(self, composition: Composition, donors: Sequence[Node], exact: Plan | None) -> None:
         """
@@ -170,11 +170,11 @@ class _Search:
         """
         before, refused = self._refusal, None
         while composition.approximate_donors:
-            found = self._approximation(composition, donors)
+            approximation = self._approximation(composition, donors)
             is_alone = len(composition.approximate_donors) == 1
-            if found.is_refused and not is_alone:
-                refused = found
-            elif self._is_light(found, exact) or is_alone:
+            if approximation.is_refused and not is_alone:
+                refused = approximation
+            elif self._is_light(approximation, exact) or is_alone:
                 break
             # The best donor alone may need less repair than all of them together.
             composition = self._composed(donors, max_donors=1, may_move=self._limits.can_move_keys)

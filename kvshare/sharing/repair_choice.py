@@ -131,14 +131,14 @@ def scores(
 
     Shapes:  attended (L, T); places (P,) of the probes, ascending; changed (L, P), norms
     """
-    found = np.zeros(attended.shape[1])
+    score = np.zeros(attended.shape[1])
     everywhere = np.log(changed + _LEAST).mean(axis=1) if len(places) else np.zeros(len(attended))
     for stretch in stretches:
         inside = slice(stretch.start, stretch.end)
         change = _between(stretch, places, changed, everywhere)
         repairable = _REPAIRABLE + (1 - _REPAIRABLE) * np.exp(-np.arange(len(stretch)) / _REACH)
-        found[inside] = (np.sqrt(attended[:, inside]) * change).sum(axis=0) * repairable
-    return found
+        score[inside] = (np.sqrt(attended[:, inside]) * change).sum(axis=0) * repairable
+    return score
 
 
 def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int) -> Mask:
@@ -204,16 +204,16 @@ def _between(
     stretch: Span, places: NDArray[np.int64], changed: Scores, everywhere: NDArray[np.float64]
 ) -> NDArray[np.floating]:
     """Return changes (L, len(stretch)), interpolated in the logarithm; without probes the mean, (L, 1)."""
-    own = (places >= stretch.start) & (places < stretch.end)
-    if not own.any():
+    is_inside = (places >= stretch.start) & (places < stretch.end)
+    if not is_inside.any():
         return np.exp(everywhere)[:, None]
-    known, inside = places[own], np.arange(stretch.start, stretch.end)
-    values = np.log(changed[:, own] + _LEAST).astype(np.float32)
+    probed, inside = places[is_inside], np.arange(stretch.start, stretch.end)
+    values = np.log(changed[:, is_inside] + _LEAST).astype(np.float32)
     slopes = np.zeros_like(values)  # 0 after the last one
-    slopes[:, :-1] = np.diff(values) / np.diff(known)
-    before = np.maximum(0, known.searchsorted(inside, side="right") - 1)
-    ahead = np.maximum(0, inside - known[before]).astype(np.float32)  # 0 where the first is not reached
-    found: NDArray[np.float32] = slopes.take(before, axis=1)
-    found *= ahead
-    found += values.take(before, axis=1)
-    return np.exp(found, out=found)
+    slopes[:, :-1] = np.diff(values) / np.diff(probed)
+    before = np.maximum(0, probed.searchsorted(inside, side="right") - 1)
+    ahead = np.maximum(0, inside - probed[before]).astype(np.float32)  # 0 where the first is not reached
+    logarithms: NDArray[np.float32] = slopes.take(before, axis=1)
+    logarithms *= ahead
+    logarithms += values.take(before, axis=1)
+    return np.exp(logarithms, out=logarithms)

@@ -60,7 +60,7 @@ def _after(place: int, plan: Plan, rates: Rates) -> Plan:
     dropped = [copy.target for copy in within(plan.copies, Span(0, place))]
     kept = within(plan.copies, Span(place, plan.num_tokens))
     ahead = Span(0, kept[0].target_start)
-    found = replace(
+    shortened = replace(
         plan,
         copies=kept,
         placeholders=uncovered(kept, plan.num_tokens),
@@ -68,8 +68,8 @@ def _after(place: int, plan: Plan, rates: Rates) -> Plan:
         order=_order_within([Span(ahead.end, plan.num_tokens)], plan.order),
         num_ahead=ahead.end,
     )
-    work = found.work(num_extra_passes=rates.num_extra_passes, queue=rates.queue)
-    return replace(found, estimate=rates.estimate(plan.num_tokens, work))
+    work = shortened.work(num_extra_passes=rates.num_extra_passes, queue=rates.queue)
+    return replace(shortened, estimate=rates.estimate(plan.num_tokens, work))
 
 
 def without_late(plan: Plan, late: Container[SegmentId]) -> Plan | NoPlan:

@@ -107,26 +107,26 @@ class Worth:
         return Reason.DOES_NOT_PAY if is_similar else Reason.NO_CANDIDATES
 
     def _shortest(self, limits: PlannerLimits) -> _Shortest:
-        rates, threshold, known = self._cost.rates, limits.threshold, self._known
-        if known is None or known.threshold is not threshold:
+        rates, threshold, last = self._cost.rates, limits.threshold, self._known
+        if last is None or last.threshold is not threshold:
             return self._found_shortest(rates, threshold)
-        if known.rates is not rates:
+        if last.rates is not rates:
             if self._later is None:
                 return self._found_shortest(rates, threshold)
-            self._known = known._replace(rates=rates)  # so that no other request asks for it
+            self._known = last._replace(rates=rates)  # so that no other request asks for it
             self._later(lambda: self._refresh(threshold))
-        return self._known or known
+        return self._known or last
 
     def _refresh(self, threshold: MinSaved) -> None:
         self._found_shortest(self._cost.rates, threshold)
 
     def _found_shortest(self, rates: Rates, threshold: MinSaved) -> _Shortest:
         hopeful = self._cost.hopeful()
-        found = (
+        break_evens = (
             hopeful.break_even(computed=computed, threshold=threshold, with_lookup=True)
             for computed in (0.0, _FEW_CHANGES)
         )
-        lengths = (math.inf if length is None else length for length in found)
+        lengths = (math.inf if length is None else length for length in break_evens)
         self._known = known = _Shortest(rates, threshold, *lengths)
         return known
 

@@ -92,13 +92,13 @@ class KVShareMultiConnector(MultiConnector):
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
     ) -> Sequence[tuple[KVConnectorBase_V1, dict[Any, KVConnectorHandshakeMetadata]]]:
         """Return each child with what its workers sent, if anything, by their ranks."""
-        found = []
+        children = []
         for place, child in enumerate(self._connectors):
-            own = {
+            parts = {
                 rank: part
                 for rank, sent in metadata.items()
                 if isinstance(sent, HandshakesOfChildren) and (part := sent.each[place]) is not None
             }
-            if own:
-                found.append((child, own))
-        return found
+            if parts:
+                children.append((child, parts))
+        return children

@@ -37,16 +37,16 @@ class Contest:
         for test, figure in zip(self._tests, figures, strict=True):
             test.add(figure, shares_more=shares_more)
         findings = {test.finding() for test in self._tests}
-        found: Finding | None = None
+        finding: Finding | None = None
         if Finding.SLOWER in findings:
-            found = Finding.SLOWER
+            finding = Finding.SLOWER
         elif Finding.FASTER in findings and (self._difference or 0.0) <= LEAST:
-            found = Finding.FASTER
-        if found is not None or any(test.is_full for test in self._tests):
-            self.last = self._smallest if found is Finding.FASTER else self._difference
+            finding = Finding.FASTER
+        if finding is not None or any(test.is_full for test in self._tests):
+            self.last = self._smallest if finding is Finding.FASTER else self._difference
             self.has_ended = True
             self._begin()
-        return found
+        return finding
 
     @property
     def _difference(self) -> float | None:

@@ -170,12 +170,12 @@ class BlockDonors:
     def next_given_away(self, count: int) -> set[int]:
         """Return the `count` free blocks that vLLM gives away first."""
         assert self._pool is not None
-        found: set[int] = set()
+        block_ids: set[int] = set()
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
-        while len(found) < count and block is not None and block.block_id >= 0:
-            found.add(block.block_id)
+        while len(block_ids) < count and block is not None and block.block_id >= 0:
+            block_ids.add(block.block_id)
             block = block.next_free_block
-        return found
+        return block_ids
 
     def renew(self, segment_ids: Iterable[SegmentId], *, before: int | None = None) -> None:
         """
@@ -187,10 +187,14 @@ class BlockDonors:
             return
         leaving = None if before is None else self.next_given_away(before)
         for segment_id in segment_ids:
-            own = place.block_ids if (place := self._places.get(segment_id)) is not None else ()
-            if not own or (leaving is not None and leaving.isdisjoint(own)) or self.whole(segment_id) is None:
+            block_ids = place.block_ids if (place := self._places.get(segment_id)) is not None else ()
+            if (
+                not block_ids
+                or (leaving is not None and leaving.isdisjoint(block_ids))
+                or self.whole(segment_id) is None
+            ):
                 continue
-            blocks = [self._pool.blocks[block_id] for block_id in own]
+            blocks = [self._pool.blocks[block_id] for block_id in block_ids]
             self._pool.touch(blocks)
             self._pool.free_blocks(reversed(blocks))
 

@@ -122,14 +122,14 @@ class CudaGpu:
     def check(self, cache: PagedCache, begun: _Begun, number: int, staging: torch.Tensor) -> None:
         load, batch = begun.load, begun.load.batches[number]
         with self._in(Stream.WRITE):
-            found = begun.found[load.pieces(number)]
+            sums = begun.found[load.pieces(number)]
             if begun.placing is None:
-                found.copy_(self._sums(staging, batch))
+                sums.copy_(self._sums(staging, batch))
                 return
             begun.placed = self._kernels.place_batch(
                 cache.caches, staging, begun.placing, load.parts(number), [layers.part for layers in batch]
             )
-            self._kernels.add_up(staging, begun.placed.summed, begun.placed.columns, found)
+            self._kernels.add_up(staging, begun.placed.summed, begun.placed.columns, sums)
 
     def scatter(self, cache: PagedCache, begun: _Begun, number: int, staging: torch.Tensor) -> None:
         with self._in(Stream.WRITE):

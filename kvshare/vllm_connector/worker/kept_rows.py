@@ -53,11 +53,11 @@ class KeptRows:
     def squared_changes(self, num_layers: int) -> torch.Tensor:
         """Return the squared distance of V in the first layers from the V that was kept, (num_layers, P)."""
         firsts = [[layer for layer in own if layer < num_layers] for own in self._numbers]
-        found = [part.squared_changes(len(own)) for part, own in zip(self._parts, firsts, strict=True)]
-        if len(found) == 1:
-            return found[0]
-        changes = found[0].new_empty(num_layers, found[0].shape[1])
-        for own, of_part in zip(firsts, found, strict=True):
+        of_parts = [part.squared_changes(len(own)) for part, own in zip(self._parts, firsts, strict=True)]
+        if len(of_parts) == 1:
+            return of_parts[0]
+        changes = of_parts[0].new_empty(num_layers, of_parts[0].shape[1])
+        for own, of_part in zip(firsts, of_parts, strict=True):
             changes[own] = of_part
         return changes
 

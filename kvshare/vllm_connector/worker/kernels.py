@@ -166,11 +166,11 @@ def sums(staging: torch.Tensor, parts: Sequence[StagedPart], *, dim: int, itemsi
     Units:   itemsize of the rows' elements in bytes; for words see `kv/sums.py`
     """
     table = SumTable.of(parts, StagingForm(len(staging), dim, itemsize))
-    found = torch.zeros(table.num_pieces, dtype=torch.int64, device=staging.device)
+    totals = torch.zeros(table.num_pieces, dtype=torch.int64, device=staging.device)
     if table.num_programs:
         (columns,) = to_device(staging.device, table.columns)
-        add_up(staging, table, columns, found)
-    return found
+        add_up(staging, table, columns, totals)
+    return totals
 
 
 def add_up(staging: torch.Tensor, table: SumTable, columns: torch.Tensor, found: torch.Tensor) -> None:

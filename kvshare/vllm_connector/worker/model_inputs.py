@@ -89,10 +89,10 @@ class ModelInputs:
     def _notes(self) -> list[torch.Tensor]:
         """Return the model's buffers that have a row for each token of a batch."""
         values = vars(self._model).values()
-        each = (part for value in values for part in (value if isinstance(value, list) else (value,)))
+        parts = (part for value in values for part in (value if isinstance(value, list) else (value,)))
         return [
             part
-            for part in each
+            for part in parts
             if isinstance(part, torch.Tensor)
             and part.is_floating_point()
             and part.dim() > 1

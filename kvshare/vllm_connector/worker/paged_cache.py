@@ -206,17 +206,17 @@ class PagedCache(BlockSlots):
             places.append(list(by_block(Span(ahead, ahead + len(span)), size)))
             num_before += len(table) * size
         for index, cache in enumerate(self.caches):
-            own = [
+            wanted = [
                 (rows[:, index - layers.start], at)
                 for (layers, rows), at in zip(into, places, strict=True)
                 if index in layers
             ]
-            if not own:
+            if not wanted:
                 continue
             copied = cache.index_select(0, blocks)
             for plane, read in enumerate(self._layout.planes):
                 rows = read(copied)
-                for target, pieces in own:
+                for target, pieces in wanted:
                     start = 0
                     for blocks_there, inside in pieces:
                         piece = rows[blocks_there, inside].permute(2, 0, 1, 3)

@@ -86,11 +86,11 @@ def pass_inputs(runs: Sequence[PlacedRun], cache: PagedCache) -> PassInputs:
 
 def following_ids(runs: Sequence[PlacedRun]) -> NDArray[np.int32]:
     """Return the token after each row's token, (N,); for a prompt's last token, that token itself."""
-    each = []
+    parts = []
     for run in runs:
         following = run.token_ids[run.span.start + 1 : run.span.end + 1]
-        each += [following, run.token_ids[-1:]] if len(following) < len(run.span) else [following]
-    return np.concatenate(each, dtype=_TOKEN_DTYPE)
+        parts += [following, run.token_ids[-1:]] if len(following) < len(run.span) else [following]
+    return np.concatenate(parts, dtype=_TOKEN_DTYPE)
 
 
 def kept_rows(runs: Sequence[PlacedRun]) -> NDArray[np.bool_]:

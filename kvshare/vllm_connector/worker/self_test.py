@@ -266,9 +266,9 @@ class SelfTest:
         """Find which of these tables, if any, rotates each layer's K and V to other positions."""
         return self._movement_test.movements(tables)
 
-    def movements_despite_rounding(self, tables: Sequence[torch.Tensor], found: Found) -> Found:
+    def movements_despite_rounding(self, tables: Sequence[torch.Tensor], so_far: Found) -> Found:
         """Complete what `movements` has found; see `MovementTest`."""
-        return self._movement_test.movements_despite_rounding(tables, found)
+        return self._movement_test.movements_despite_rounding(tables, so_far)
 
     def _compute(self, *passes: Sequence[Span]) -> SegmentKV:
         """Compute the spans of each pass, and return all rows up to the last one's end."""
