@@ -38,7 +38,7 @@ class AnswerParser:
 
     @property
     def hidden_from(self) -> int | None:
-        """The place in the answer from which on nothing is shown; None: all is."""
+        """Return the place in the answer from which on nothing is shown; None: all is."""
         return self._cursor.hidden_from
 
     def add(self, text: str) -> list[Part]:
@@ -70,7 +70,7 @@ def parser_for(chat: Chat, fmt: ToolFormat, *, in_reasoning: bool = False) -> An
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same parts, with neighbours of one kind joined."""
+    """Return the same parts, with neighbours of one kind joined."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None
@@ -207,7 +207,7 @@ def _text_before(cursor: Cursor, markers: Sequence[str], kind: type[Text | Reaso
 
 
 def _num_certain(text: str, markers: Sequence[str]) -> int:
-    """The number of characters before the first place where a marker may have begun."""
+    """Return the number of characters before the first place where a marker may have begun."""
     for start in range(max(0, len(text) - max(map(len, markers), default=0)), len(text)):
         if any(marker.startswith(text[start:]) for marker in markers):
             return start

@@ -144,7 +144,7 @@ def _parsed(data: bytes) -> Row | RowFault:
 
 def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tuple[int, bytes | RowFault]]:
     """
-    The elements of one large JSON array: (number from 1, its bytes), or a reason in place of the bytes.
+    Yield the elements of one large JSON array: (number from 1, its bytes), or a reason in place of the bytes.
 
     Finds where elements end and leaves parsing them to the caller, so that a broken one costs only itself. An
     element of more than `max_bytes` is TOO_LONG; an array without an end is TRUNCATED there.

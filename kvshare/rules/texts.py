@@ -66,7 +66,7 @@ def shape_of(path: str) -> BodyShape | None:
 
 
 def texts_of(body: Mapping[str, Any], shape: BodyShape) -> list[BodyText]:
-    """All texts of systems, users and tools, in the order of the prompt, without those of the model."""
+    """Return all texts of systems, users and tools, in the prompt's order, without those of the model."""
     texts: list[BodyText] = []
     for name, role in shape.texts.items():
         texts += _texts(role, body.get(name), (name,))

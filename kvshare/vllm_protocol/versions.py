@@ -22,7 +22,7 @@ _RELEASE = re.compile(r"v?(\d+(?:\.\d+)*)")
 
 
 def untested(version: str) -> str | None:
-    """The problem with an untested version, or None. 0.33.0rc1 and 0.33.0+cpu count as 0.33.0."""
+    """Return the problem with an untested version, or None. 0.33.0rc1 and 0.33.0+cpu count as 0.33.0."""
     if _RELEASE.match(version) is None:
         return f"vLLM {version!r} has no version number, tested is {','.join(TESTED)}"
     if not _is_in(version, ALLOWED):

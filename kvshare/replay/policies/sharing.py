@@ -202,7 +202,7 @@ class SharingPolicy(CachePolicy):
 
 
 def _with_repairs_chosen(plan: Plan | NoPlan) -> Plan | NoPlan:
-    """An engine chooses repairs by what the model computes; here they are as many, at starts of pieces."""
+    """Stand for an engine that chooses repairs by what it computes: as many, at starts of pieces."""
     if isinstance(plan, NoPlan) or plan.order is None:
         return plan
     choice = choose_by_place(
