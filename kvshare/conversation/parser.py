@@ -104,6 +104,7 @@ class _Tail:
         return self._must_call or (self.cut and (marked or self._may_call(head)))
 
     def hides_marker(self, text: str, *, after_call: bool) -> bool:
+        """Return whether to hide text that may begin a marker. `after_call`: any text there may be one."""
         num = len(text.strip())
         return self._must_call or (self.cut and num >= (1 if after_call else _TELLING))
 

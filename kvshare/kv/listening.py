@@ -172,12 +172,12 @@ def attention(
     """
     Compute causal attention weights in float32. Rows sum to 1; with sinks, to less.
 
-    `rounds`: if keys are bfloat16 and the form is plain, weights are bfloat16, too, to save memory.
+    If keys have 16 bits and the form is plain, products have 16 bits, too. So the mean of all keys is
+    subtracted first: that changes no weight, and each product is rounded by less.
 
-    With 16-bit keys and a plain form, products have 16 bits, too. The mean of all keys is subtracted before:
-    that changes no weight, but otherwise each product's rounding would include it. `first`: lowest position;
-    `group`: the number of this group of query heads, or of the first of several; `first_slot`: the slot of
-    the first key; `hidden_slots`: see `hidden`, where the caller has them.
+    `rounds`: then bfloat16 keys give bfloat16 weights, to save memory. `first`: the lowest position. `group`:
+    the number of this group of query heads, or of the first of several. `first_slot`: the slot of the first
+    key. `hidden_slots`: the result of `hidden`, if the caller has it.
     Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), or (H, G, N, D)
              and (H, S, D), slots from `first_slot` on -> (G, N, S) or (H, G, N, S). Unless the form is plain,
              hidden slots may be NaN

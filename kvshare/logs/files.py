@@ -152,7 +152,7 @@ def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tup
     number = depth = 0
     in_string = too_long = False
     element = bytearray()  # the one read so far
-    position = 0  # of the next byte to look at; may lie past the element, after a backslash
+    position = 0  # the next byte to look at; after a backslash it may lie beyond what was read so far
     while chunk := stream.read(_CHUNK_BYTES):
         element += chunk
         while match := (_INSIDE if in_string else _OUTSIDE).search(element, position):
