@@ -34,7 +34,6 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 
 
 def ids_of(nodes: Iterable[Node]) -> set[NodeId]:
-    """Their ids."""
     return {node.node_id for node in nodes}
 
 
