@@ -43,7 +43,7 @@ WITH_MODELS := tests/vector_index/test_embedder.py tests/kvshare/fleet/test_form
 core: $(CORE_STAMP)
 	$(CORE)/bin/python -m pytest -q $(CORE_TESTS) $(WITH_MODELS:%=--ignore=%)
 
-types: $(STAMP)
+types: $(STAMP) | $(if $(filter test,$(MAKECMDGOALS)),$(VLLM_STAMP))# mypy reads what pip would be writing
 	$(BIN)/mypy
 
 # Three processes next to each other, as each waits more than it computes. vLLM binds threads and keeps global state, so
@@ -134,7 +134,8 @@ $(CORE_STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	touch $@
 
 # torch first and pinned: an unpinned one brings gigabytes of CUDA that a laptop does not need. openai is for examples/.
-$(SERVE_STAMP): pyproject.toml constraints.txt
+# With `make -j2 test` all this is installed while `core` runs, one installation after the other.
+$(SERVE_STAMP): pyproject.toml constraints.txt | $(if $(filter test,$(MAKECMDGOALS)),$(CORE_STAMP))
 	@echo "installing into $(VENV)/: some minutes, 2 GB (on Linux more, if pip's torch brings CUDA)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "1 of 2: torch, most of it"

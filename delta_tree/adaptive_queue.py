@@ -49,14 +49,14 @@ class AdaptiveQueue(EvictionQueue[K]):
 
     def use(self, entry: K, use: Use) -> None:
         self._now = max(self._now, use.place)
-        known, before = self.last_use(entry), self._new.last_whole_use(entry)
-        if known is None:
+        last, before = self.last_use(entry), self._new.last_whole_use(entry)
+        if last is None:
             (self._proven if self._comes_back(use) else self._new).use(entry, use)
             return
-        use = use._replace(name=known.name)
+        use = use._replace(name=last.name)
         if before is None:
             self._proven.use(entry, use)
-        elif use.share < _WHOLE and use.copied <= known.copied:
+        elif use.share < _WHOLE and use.copied <= last.copied:
             self._new.use(entry, use)
         else:
             self._new.remove(entry)
@@ -68,13 +68,13 @@ class AdaptiveQueue(EvictionQueue[K]):
             queue.relieve(entry)
 
     def remove(self, entry: K, *, for_room: bool = False) -> None:
-        known, is_new = self.last_use(entry), self._new.last_use(entry) is not None
+        last, is_new = self.last_use(entry), self._new.last_use(entry) is not None
         for queue in (self._new, self._proven):
             queue.remove(entry)
-        if for_room and known is not None and known.name is not None:
+        if for_room and last is not None and last.name is not None:
             ghosts = self._new_ghosts if is_new else self._proven_ghosts
-            ghosts[known.name] = None
-            ghosts.move_to_end(known.name)
+            ghosts[last.name] = None
+            ghosts.move_to_end(last.name)
             while len(ghosts) > min(_MAX_GHOSTS, max(_MIN_GHOSTS, _GHOSTS * len(self))):
                 ghosts.popitem(last=False)
 

@@ -79,12 +79,12 @@ def heaviest_chain(runs: list[Match]) -> list[Match]:
         if stop == place and place < len(ends) and ends[place] == run.source_end:
             continue
         ends[place:stop], weights[place:stop], chains[place:stop] = [run.source_end], [weight], [chain]
-    found: list[Match] = []
+    backwards: list[Match] = []
     rest = chains[-1] if chains else None
     while rest is not None:
         run, rest = rest
-        found.append(run)
-    return found[::-1]
+        backwards.append(run)
+    return backwards[::-1]
 
 
 def _middle_matches(
@@ -99,15 +99,15 @@ def _middle_matches(
     anchors = heaviest_chain(common_runs(source, target, min_run=max(min_run, anchor_tokens)))
     if min_run >= anchor_tokens:
         return anchors
-    found: list[Match] = []
+    matches: list[Match] = []
     at_source = at_target = 0
     for anchor in (*anchors, Match(len(source), len(target), 0)):
         gap_source, gap_target = source[at_source : anchor.source], target[at_target : anchor.target]
         between = _middle_matches(gap_source, gap_target, min_run, max_pairs, anchor_tokens=min_run)
-        found += (match.shifted(at_source, at_target) for match in between)
-        found.append(anchor)
+        matches += (match.shifted(at_source, at_target) for match in between)
+        matches.append(anchor)
         at_source, at_target = anchor.source_end, anchor.target_end
-    return found
+    return matches
 
 
 def _widened(matches: list[Match], source: TokenIds, target: TokenIds) -> list[Match]:

@@ -27,7 +27,7 @@ _SLOTS_PER_PLACE = 4  # k-grams that share a slot are not used as anchors: at mo
 
 def common_runs(source: Ids, target: Ids, *, min_run: int) -> list[Match]:
     """
-    Equal stretches of at least `min_run` tokens, at any position in the two prompts.
+    Return equal stretches of at least `min_run` tokens, at any position in the two prompts.
 
     The runs are sorted by the target and do not overlap in it; several may come from the same source tokens.
     A run ends where the tokens differ, or where the next run in the target begins. The rest of the target
@@ -42,10 +42,10 @@ def common_runs(source: Ids, target: Ids, *, min_run: int) -> list[Match]:
 
 def tile(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
     """
-    Runs of the source that fill the target positions `spans`, sorted by the target, not overlapping.
+    Return runs of the source that fill the target positions `spans`, sorted by the target, not overlapping.
 
-    `places` are the positions of the source's k-grams that may occur in the spans. The rest of the spans
-    holds no common stretch of `k` tokens.
+        `places` are the positions of the source's k-grams that may occur in the spans. The rest of the spans
+        holds no common stretch of `k` tokens.
     """
     k = pair.k
     spans = [span for span in spans if len(span) >= k]
@@ -81,11 +81,11 @@ def _anchored_runs(pair: Pair, spans: Sequence[Span], places: Places) -> list[Ma
     starts, ends, shifts = starts[is_equal], ends[is_equal], shifts[is_equal]
     homes = bounds[:, 0].searchsorted(starts, side="right") - 1
     starts, ends, shifts = _extended(pair, starts, ends, shifts, bounds[homes])
-    found = list(map(Match, (starts + shifts).tolist(), starts.tolist(), (ends - starts).tolist()))
+    matches = list(map(Match, (starts + shifts).tolist(), starts.tolist(), (ends - starts).tolist()))
     if (ends[:-1] <= starts[1:]).all():
-        return found
+        return matches
     runs: list[Match] = []
-    for run in found:
+    for run in matches:
         add_run(runs, run, k)
     return runs
 
@@ -96,8 +96,8 @@ def _extended(
     """
     Extend equal stretches within their bounds (N, 2): their first and last k-grams may not be anchors.
 
-    Two stretches with the same shift that meet become one. Where they have different shifts, each ends within
-    `k` tokens of the other one, as an anchor has one place in the source. So this takes linear time.
+    Two stretches with the same shift that meet become one. With different shifts, a stretch can reach at most
+    `k` tokens into the next one, because an anchor occurs only once in the source. So this takes linear time.
     """
     source, target, k = pair.source, pair.target, pair.k
     lows, highs = bounds.T.copy()
@@ -120,17 +120,17 @@ def _num_equal(
     source: Ids, target: Ids, positions: Positions, shifts: Positions, room: Positions
 ) -> Positions:
     """Return how many of the tokens from each target position on equal the source's, at most `room` each."""
-    found = np.zeros(len(positions), dtype=np.int64)
+    counts = np.zeros(len(positions), dtype=np.int64)
     asked, step = np.flatnonzero(room > 0), _FIRST_STEP
     while len(asked):
-        ahead = found[asked, None] + np.arange(step)
+        ahead = counts[asked, None] + np.arange(step)
         is_inside = ahead < room[asked, None]
         at = positions[asked, None] + np.where(is_inside, ahead, 0)
         is_equal = (source.take(at + shifts[asked, None]) == target.take(at)) & is_inside
         goes_on = is_equal.all(axis=1)
-        found[asked] += np.where(goes_on, step, is_equal.argmin(axis=1))
+        counts[asked] += np.where(goes_on, step, is_equal.argmin(axis=1))
         asked, step = asked[goes_on], 2 * step
-    return found
+    return counts
 
 
 def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, Positions]:
@@ -140,7 +140,7 @@ def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, P
     A hash table holds the last source position of each slot. If there are others, the k-gram occurs several
     times or shares its slot with another one, and is not an anchor.
     """
-    # `take` reads a third as long as an index in brackets does.
+    # `array.take(indices)` needs a third of the time of `array[indices]`.
     bits = min((_SLOTS_PER_PLACE * len(places)).bit_length(), _MAX_TABLE_BITS)
     slots = low_slots(pair.source_hashes.take(places), bits)
     last = np.full(1 << bits, -1, dtype=np.int32)
@@ -151,7 +151,7 @@ def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, P
     slots = low_slots(wanted, bits)
     sources = last.take(slots)
     is_anchor = (sources >= 0) & ~is_shared.take(slots)
-    # Also reads index -1, which the line before excludes.
+    # Reads index -1 for slots without a source; the line above has excluded them already.
     is_anchor &= pair.source_hashes.take(sources) == wanted
     return asked.compress(is_anchor), sources.compress(is_anchor).astype(np.int64)
 
@@ -169,7 +169,7 @@ def _all_equal(
 
 
 def _left_between(spans: Sequence[Span], runs: Sequence[Match], k: int) -> list[Span]:
-    """The parts of the spans, of at least `k` tokens, that no run covers. The spans do not touch."""
+    """Return the parts of the spans, of at least `k` tokens, that no run covers. The spans do not touch."""
     is_left = np.zeros(spans[-1].end, dtype=np.bool_)
     for span in spans:
         is_left[span.start : span.end] = True

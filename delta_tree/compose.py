@@ -143,11 +143,11 @@ class _Layout:
             self._looks[donor], donor.places = look, look.places
         if len(asked) < len(self._usable):  # of the others any k-gram may be in the prompt
             return self._usable
-        found = [donor for donor in asked if self._looks[donor].shares]
-        for donor in asked if self._gives_reasons else found:
-            if donor in found or self._shares_before(donor, self._looks[donor]):
+        sharers = [donor for donor in asked if self._looks[donor].shares]
+        for donor in asked if self._gives_reasons else sharers:
+            if donor in sharers or self._shares_before(donor, self._looks[donor]):
                 donor.reason = DonorReason.NOTHING_LEFT
-        return found if allow_approximate else self._withhold(found)
+        return sharers if allow_approximate else self._withhold(sharers)
 
     def _withhold(self, sharing: Sequence[Donor]) -> list[Donor]:
         """Note that what these share may not be used. Returns no donors."""
@@ -258,7 +258,7 @@ class _Layout:
         donor.reason = DonorReason.USED
 
     def _open_parts(self, span: Span) -> list[Span]:
-        """The open stretches within `span` that are long enough for a run, in order."""
+        """Return the open stretches within `span` that are long enough for a run, in order."""
         is_open = self._is_open[span.start : span.end]
         return true_spans(is_open, span.start, at_least=self._min_run)
 

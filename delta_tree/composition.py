@@ -31,7 +31,7 @@ class Copy(NamedTuple):
 
     @property
     def target(self) -> Span:
-        """The positions of the new prompt to which the tokens are copied."""
+        """Return the positions of the new prompt to which the tokens are copied."""
         return Span(self.target_start, self.target_start + self.length)
 
     @property
@@ -86,17 +86,17 @@ class Composition:
 
     @property
     def gaps(self) -> tuple[Span, ...]:
-        """Positions that no copy covers."""
+        """Return the positions that no copy covers."""
         return gaps((copy.target for copy in self.copies), self.num_tokens)
 
     @property
     def num_copied(self) -> int:
-        """Positions whose KV is copied, exact and approximate."""
+        """Return the number of positions whose KV is copied, exact and approximate."""
         return sum(copy.length for copy in self.copies)
 
     @property
     def donors(self) -> tuple[NodeId, ...]:
-        """The donors in use, in order of their first copy."""
+        """Return the donors in use, in order of their first copy."""
         return tuple(dict.fromkeys(copy.donor for copy in self.copies))
 
     @property

@@ -47,14 +47,14 @@ def content_of(
     """Return what of `node` may be copied to a prompt; if a segment is missing, nothing (see `reason`)."""
     rows = node.pieces.rows()
     try:
-        known = {segment_id: segment_of(segment_id) for segment_id in {row[1] for row in rows}}
+        by_id = {segment_id: segment_of(segment_id) for segment_id in {row[1] for row in rows}}
     except UnknownSegmentError:  # evicted since the candidate was nominated
         return Content(DonorReason.MISSING_SEGMENT, node.token_ids, 0)
-    if {segment.namespace for segment in known.values()} - {node.namespace}:
+    if {segment.namespace for segment in by_id.values()} - {node.namespace}:
         return Content(DonorReason.MISSING_SEGMENT, node.token_ids, 0)
-    segments = [known[row[1]] for row in rows]
+    segments = [by_id[row[1]] for row in rows]
     visible, num_hidden = node.token_ids, 0
-    may_hide = not may_move or any(segment.generation > max_generation for segment in known.values())
+    may_hide = not may_move or any(segment.generation > max_generation for segment in by_id.values())
     for (start, _, offset, length), segment in zip(rows, segments, strict=True) if may_hide else ():
         if segment.generation > max_generation or not (may_move or segment.first_position + offset == start):
             if visible is node.token_ids:
@@ -109,7 +109,7 @@ class Donor:
         return int(np.count_nonzero(same))
 
     def most_in_order(self, min_run: int) -> int:
-        """An upper bound on the tokens that an alignment with the target can keep."""
+        """Return an upper bound on the tokens that an alignment with the target can keep."""
         if not len(self.places):
             return 0
         return int(np.minimum(np.diff(self.places), min_run).sum()) + min_run
@@ -162,7 +162,7 @@ class Donor:
             yield Match(part.start, part.start, len(part))
 
     def _pieces_of(self, run: Match) -> Sequence[tuple[int, int, int, Segment]]:
-        """The pieces that the run touches."""
+        """Return the pieces that the run touches."""
         first = bisect_right(self._starts, run.source) - 1
         return self._pieces[first : bisect_left(self._starts, run.source_end)]
 

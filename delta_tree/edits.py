@@ -25,7 +25,7 @@ class Op(Enum):
 
 
 def _replacing(source: Span, target: Span) -> Op:
-    """The edit that puts new tokens at `target` in place of those at `source`; one of them may be empty."""
+    """Return the edit that replaces the tokens at `source` by new ones at `target`; one span may be empty."""
     if not source:
         return Op.INSERT
     return Op.REPLACE if target else Op.DELETE
@@ -103,7 +103,7 @@ class EditScript:
     @classmethod
     def from_keeps(cls, source_length: int, target: TokenIds, keeps: Sequence[Match]) -> "EditScript":
         """
-        The script that keeps `keeps` and replaces, inserts or deletes the tokens between them.
+        Return the script that keeps `keeps` and replaces, inserts or deletes the tokens between them.
 
         Raises:  EditRangeError if the keeps overlap, run backwards or reach past an end
         """
@@ -133,11 +133,11 @@ class EditScript:
 
     @property
     def num_kept(self) -> int:
-        """The number of tokens kept from the source."""
+        """Return the number of tokens kept from the source."""
         return sum(keep.length for keep in self.keeps)
 
     def apply(self, source: TokenIds) -> TokenIds:
-        """The target's tokens. Raises EditRangeError if `source` is not `source_length` tokens long."""
+        """Return the target's tokens. Raises EditRangeError unless `source` has `source_length` tokens."""
         if len(source) != self.source_length:
             raise EditRangeError(f"the script is for {self.source_length} source tokens, got {len(source)}")
         target = np.zeros(self.target_length, dtype=np.int32)

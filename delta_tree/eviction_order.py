@@ -78,7 +78,7 @@ class EvictionOrder:
         return True
 
     def groups_of(self, namespace: str) -> tuple[str, ...]:
-        """The groups that the namespace was put into."""
+        """Return the groups that the namespace was put into."""
         return self._groups_of.get(namespace, ())
 
     def forget(self, namespace: str) -> None:
@@ -104,7 +104,7 @@ class EvictionOrder:
         if node.pinned:
             self._take_out(node)
             return
-        scopes, known = self._scopes(node), self._queues[None].last_use(node.node_id)
+        scopes, last = self._scopes(node), self._queues[None].last_use(node.node_id)
         floor = max(self._floors.get(scope, 0.0) for scope in scopes)
         copied = self._num_copied.get(node.node_id, 0.0) / max(1, node.num_tokens)
         use = Use(
@@ -112,11 +112,11 @@ class EvictionOrder:
             place=next(self._places),
             size=node.num_tokens,
             copied=copied,
-            depth=1 if known is None else known.depth,
+            depth=1 if last is None else last.depth,
             share=self._share[1] if self._share[0] == node.node_id else 1.0,
         )
         self._share = None, 1.0
-        if known is None and self._needs_names and origin is not None:
+        if last is None and self._needs_names and origin is not None:
             use = self._introduced(node, use, *origin())
         for scope in scopes:
             self._queues[scope].use(node.node_id, use)

@@ -61,7 +61,7 @@ class EvictionQueue(ABC, Generic[K]):
 
     @abstractmethod
     def first(self, without: Container[K] = ()) -> tuple[Use, K] | None:
-        """The entry to evict first, not in `without`, with its last use; None if there is none."""
+        """Return the entry to evict first, not in `without`, with its last use; None if there is none."""
 
 
 class _LastUses(EvictionQueue[K]):
@@ -147,7 +147,7 @@ class CopiesQueue(_LastUses[K]):
             head = heappop(heap)
             if self._uses.get(head[1]) is head[0]:
                 passed.append(head)
-        found = heap[0] if heap else None
+        smallest = heap[0] if heap else None
         for head in passed:
             heappush(heap, head)
-        return found
+        return smallest

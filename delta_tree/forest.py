@@ -21,7 +21,7 @@ from delta_tree.spans import TokenIds
 
 
 def prompt_key(namespace: str, tokens: TokenIds) -> bytes:
-    """A 16-byte hash of a namespace and a prompt; the length of the name separates the two."""
+    """Return a 16-byte hash of a namespace and a prompt; the length of the name separates the two."""
     name = namespace.encode()
     digest = hashlib.blake2b(digest_size=16, person=b"kvshare-prompt")
     digest.update(len(name).to_bytes(8, "little") + name + tokens.astype("<i4", copy=False).data)
@@ -130,7 +130,7 @@ class Forest:
         return self._bytes_of_groups
 
     def freed_by(self, put: Iterable[Node], dropped: Iterable[NodeId]) -> tuple[tuple[SegmentId, ...], int]:
-        """The segments that no node refers to after this change, and the sum of their bytes."""
+        """Return the segments that no node refers to after this change, and the sum of their bytes."""
         lost: Counter[SegmentId] = Counter()
         for node in put:
             if node.node_id in self.nodes:

@@ -29,7 +29,7 @@ _SLOTS_PER_HASH = 16
 
 def kgram_hashes(tokens: Ids, k: int) -> npt.NDArray[np.uint64]:
     """
-    A 64-bit polynomial hash of each window of `k` tokens, wide enough to identify it in a whole log.
+    Return a 64-bit polynomial hash of each window of `k` tokens, wide enough to identify it in a whole log.
 
     Shapes:  (T,) int32 -> (max(T - k + 1, 0),) uint64
     """
@@ -45,7 +45,7 @@ def kgram_hashes(tokens: Ids, k: int) -> npt.NDArray[np.uint64]:
 
 def quick_hashes(tokens: Ids, k: int) -> Hashes:
     """
-    A 32-bit hash of each window of `k` tokens, in a tenth of the time of `kgram_hashes`.
+    Return a 32-bit hash of each window of `k` tokens, in a tenth of the time of `kgram_hashes`.
 
     Processors multiply eight or sixteen such numbers at once. Every second pair of prompts of 45,000 tokens
     has a false hit, so this hash is for comparing a few prompts.
@@ -59,7 +59,7 @@ def quick_hashes(tokens: Ids, k: int) -> Hashes:
 
 
 def some_hashes(tokens: Ids, k: int, step: int) -> Hashes:
-    """Every `step`-th of `quick_hashes`: of a long step, in a fraction of the time."""
+    """Return every `step`-th of `quick_hashes`: of a long step, in a fraction of the time."""
     if step < k:
         return quick_hashes(tokens, k)[::step]
     starts = np.arange(0, len(tokens) - k + 1, step)
@@ -114,10 +114,10 @@ class Sieve:
     def passing(self, hashes: Hashes, among: Places | None = None) -> Places:
         """Return the positions (`among`: of these) whose hash may be in the collection, ascending."""
         asked = hashes if among is None else hashes.take(among)
-        found: list[Places] = []
+        parts: list[Places] = []
         for start in range(0, max(1, len(asked)), _SIEVED_AT_ONCE):
-            found.append(self._passing(asked[start : start + _SIEVED_AT_ONCE]) + start)
-        places = found[0] if len(found) == 1 else np.concatenate(found)
+            parts.append(self._passing(asked[start : start + _SIEVED_AT_ONCE]) + start)
+        places = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return places if among is None else among.take(places)
 
     def _passing(self, hashes: Hashes) -> Places:
@@ -136,7 +136,7 @@ class Sieve:
 
 
 def low_slots(hashes: Hashes, bits: int) -> npt.NDArray[np.intp]:
-    """Each hash's slot in a table of `2**bits` slots."""
+    """Return each hash's slot in a table of `2**bits` slots."""
     return (hashes & np.uint32((1 << bits) - 1)).astype(np.intp)
 
 
@@ -180,11 +180,11 @@ class CandidateKGrams:
         The uncovered part of the new prompt only shrinks, so a k-gram that failed once is not tested again.
         """
         if self._separate is not None:
-            found = [
+            narrowed = [
                 sieve.passing(own, places) for own, places in zip(self._separate, self._places, strict=True)
             ]
-            self._places = [*found]
-            return found
+            self._places = [*narrowed]
+            return narrowed
         self._passing = places = sieve.passing(self._joined, self._passing)
         cuts = places.searchsorted(self._bounds).tolist()
         starts = self._bounds[:, 0].tolist()

@@ -40,12 +40,12 @@ class LeftOpen:
 
     @property
     def closed_kgrams(self) -> Places:
-        """The positions of the prompt's k-grams that are not asked for."""
+        """Return the positions of the prompt's k-grams that are not asked for."""
         return np.flatnonzero(~self._is_asked)
 
     @cached_property
     def _asked(self) -> tuple[Hashes, Places]:
-        """The hashes asked for, ascending, and where each stands in the prompt."""
+        """Return the hashes asked for, ascending, and where each stands in the prompt."""
         positions = np.flatnonzero(self._is_asked)
         hashes = self._target.hashes.take(positions)
         order = hashes.argsort()
@@ -61,23 +61,23 @@ class LeftOpen:
 
         Shapes:  (S,) and the hashes of their k-grams; `places`: only these k-grams
         """
-        (known, positions), k = self._asked, self._target.min_run
-        if not len(known):
+        (open_hashes, positions), k = self._asked, self._target.min_run
+        if not len(open_hashes):
             return False
         passing = self._sieve.passing(hashes, places)
         asked = hashes.take(passing)
-        lows = known.searchsorted(asked)
-        counts = known.searchsorted(asked, side="right") - lows
+        lows = open_hashes.searchsorted(asked)
+        counts = open_hashes.searchsorted(asked, side="right") - lows
         if int(counts.sum()) > _MANY_HITS:
             return True
         at, of = consecutive(lows, counts)
         wanted, offsets = positions[at], np.arange(k)
         theirs, own = tokens[passing[of, None] + offsets], self._target.tokens[wanted[:, None] + offsets]
-        found = wanted[(theirs == own).all(axis=1)]
-        if not len(found):
+        gained = wanted[(theirs == own).all(axis=1)]
+        if not len(gained):
             return False
-        self._gained.append(found)
-        return bool((self._num_open[found + k] - self._num_open[found] == k).any()) or self._is_much()
+        self._gained.append(gained)
+        return bool((self._num_open[gained + k] - self._num_open[gained] == k).any()) or self._is_much()
 
     def _is_much(self) -> bool:
         edges = np.zeros(len(self.is_closed) + 1, dtype=np.int64)

@@ -20,13 +20,13 @@ class Lineage:
         self._depths: dict[NodeId, int] = {}
 
     def ancestors(self, node_id: NodeId) -> tuple[NodeId, ...]:
-        """The nearest first; empty for a root."""
-        found: list[NodeId] = []
+        """Return the ancestors, the nearest first; none for a root."""
+        node_ids: list[NodeId] = []
         parent = self._parents.get(node_id)
         while parent is not None:
-            found.append(parent)
+            node_ids.append(parent)
             parent = self._parents.get(parent)
-        return tuple(found)
+        return tuple(node_ids)
 
     def parent(self, node_id: NodeId) -> NodeId | None:
         """Return the parent; None for a root."""
@@ -39,11 +39,11 @@ class Lineage:
         return tuple(self._children.get(node_id, ()))
 
     def subtree(self, node_id: NodeId) -> list[NodeId]:
-        """A node and all its descendants."""
-        found = [node_id]
-        for seen in found:
-            found.extend(self._children.get(seen, ()))
-        return found
+        """Return a node and all its descendants."""
+        node_ids = [node_id]
+        for seen in node_ids:
+            node_ids.extend(self._children.get(seen, ()))
+        return node_ids
 
     def add(self, node_id: NodeId, parent: NodeId | None) -> Counter[int]:
         """Add a node below a known one, or as a root; returns how many more nodes each depth has now."""

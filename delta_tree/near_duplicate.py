@@ -60,22 +60,22 @@ def nearly_one_donor(
     Of candidates with about as much of the prompt, one whose KV is all exact is preferred, then the first.
     """
     tokens, start = target.tokens, max(exact_lengths)
-    found = _donor_and_runs(target, candidates, start, may_move=may_move)
-    if found is None:
+    donor_and_runs = _donor_and_runs(target, candidates, start, may_move=may_move)
+    if donor_and_runs is None:
         return None
-    place, runs = found
+    place, runs = donor_and_runs
     donor = candidates[place]
     holder = donor if exact_lengths[place] == start else candidates[exact_lengths.index(start)]
     taken = [(holder, [Match(0, 0, start)] if start else []), (donor, runs)]
     copies: list[Copy] = []
-    for node, own in taken:
-        content = content_of(node) if own else None
+    for node, node_runs in taken:
+        content = content_of(node) if node_runs else None
         if content is None:
             continue
         if content.visible is not node.token_ids or content.reason is not DonorReason.BELOW_MIN_RUN:
             return None  # a segment is missing, or too many copies were made of its KV
         source = Donor(node, 0, tokens, content, may_move=may_move)
-        copies += (copy for run in own for copy in source.copies(run))
+        copies += (copy for run in node_runs for copy in source.copies(run))
     return Composition(len(tokens), start, tuple(copies))
 
 
@@ -140,7 +140,7 @@ def _runs(donor: _Compared, start: int, k: int) -> list[Match]:
 
 
 def _unlike(compared: Sequence[_Compared], is_closed: Mask, k: int) -> Ids:
-    """The tokens of all k-grams of the candidates that do not stand in closed text of the prompt, joined."""
+    """Return the tokens of all k-grams of the candidates outside closed text of the prompt, joined."""
     shifts = np.array([shift for each in compared for shift in each.shifts])
     owners = [number for number, each in enumerate(compared) for _ in each.shifts]
     # All rows as one, each with a false value at its end: a few calls in all, and not for each candidate.
@@ -153,10 +153,10 @@ def _unlike(compared: Sequence[_Compared], is_closed: Mask, k: int) -> Ids:
     for number, low, high in zip(numbers.tolist(), *ranges.T.tolist(), strict=True):
         alike[owners[number]].append((low, high - k + 1))
     parts: list[Ids] = [np.empty(0, dtype=np.int32)]
-    for each, found in zip(compared, alike, strict=True):
+    for each, equal_spans in zip(compared, alike, strict=True):
         tokens, at = each.node.token_ids, 0
         end = max(len(tokens) - k + 1, 0)
-        for low, high in (*sorted(found), (end, end)):
+        for low, high in (*sorted(equal_spans), (end, end)):
             if at < low:
                 parts.append(tokens[at : low + k - 1])
             at = max(at, high)

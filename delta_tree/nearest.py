@@ -59,10 +59,10 @@ def without_others(
     start = max(exact_lengths)
     holder = nearest if exact_lengths[nearest] == start else exact_lengths.index(start)
     places = sorted({holder, nearest})
-    found = [content(candidates[place]) for place in places]
+    contents = [content(candidates[place]) for place in places]
     if any(
         own.visible is not candidates[place].token_ids or own.exact_length != exact_lengths[place]
-        for own, place in zip(found, places, strict=True)
+        for own, place in zip(contents, places, strict=True)
     ):
         return candidates, nearest
     return [candidates[place] for place in places], places.index(nearest)

@@ -55,7 +55,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Offset in the segment just after the piece."""
+        """Return the offset in the segment just after the piece."""
         return self.offset + self.length
 
 
@@ -75,14 +75,14 @@ class PieceTable:
 
     @classmethod
     def from_bytes(cls, rows: bytes) -> "PieceTable":
-        """A table from its `to_bytes`. Raises EditRangeError unless they are rows of possible pieces."""
+        """Return a table from its `to_bytes`. Raises EditRangeError unless its rows are possible pieces."""
         if len(rows) % 24:
             raise EditRangeError(f"{len(rows)} bytes are not a whole number of 24-byte pieces")
         return cls(Piece(*row) for row in np.frombuffer(rows, dtype="<i8").reshape(-1, 3).tolist())
 
     @classmethod
     def _of_rows(cls, rows: bytes) -> "PieceTable":
-        """A table of rows that are known to be in order."""
+        """Return a table of rows that are known to be in order."""
         table = cls(())
         table._rows = rows
         return table
@@ -96,7 +96,7 @@ class PieceTable:
         return frozenset(SegmentId(row) for row in self._table()[:, 0].tolist())
 
     def first(self, num_tokens: int) -> "PieceTable":
-        """The pieces of the first `num_tokens` positions."""
+        """Return the pieces of the first `num_tokens` positions."""
         table = self._table()
         ends = np.cumsum(table[:, 2])
         first = table[: int(ends.searchsorted(num_tokens)) + 1].copy()
@@ -105,7 +105,7 @@ class PieceTable:
         return self._of_rows(first[first[:, 2] > 0].tobytes())
 
     def to_bytes(self) -> bytes:
-        """The table's rows (segment id, offset, length) as little-endian int64."""
+        """Return the table's rows (segment id, offset, length) as little-endian int64."""
         return self._rows
 
     def __iter__(self) -> Iterator[Piece]:
@@ -115,7 +115,7 @@ class PieceTable:
         return len(self._rows) // 24
 
     def rows(self) -> list[tuple[int, SegmentId, int, int]]:
-        """Each piece as (position in the prompt, segment id, offset, length); faster than iterating."""
+        """Return each piece as (position in the prompt, segment id, offset, length): faster than a loop."""
         table = self._table()
         segment_ids, offsets, lengths = table.T.tolist()
         starts = (np.cumsum(table[:, 2]) - table[:, 2]).tolist()
@@ -135,7 +135,7 @@ class PieceTable:
 
 
 def _merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same pieces, neighbours that continue each other joined into one."""
+    """Return the same pieces, neighbours that continue each other joined into one."""
     merged: list[Piece] = []
     for piece in pieces:
         if merged and (piece.segment_id, piece.offset) == (merged[-1].segment_id, merged[-1].end):
@@ -159,7 +159,7 @@ class Segment:
 
     @property
     def bytes_per_token(self) -> float:
-        """KV bytes of one token, all layers."""
+        """Return the KV bytes of one token, all layers."""
         return self.num_bytes / self.num_tokens
 
 
@@ -243,7 +243,7 @@ class Eviction:
 
 def segment_tokens(capacity_tokens: int) -> int:
     """
-    The length of segments for a memory that holds this many tokens of KV.
+    Return the length of segments for a memory that holds this many tokens of KV.
 
     Memory is freed segment by segment. In a small memory a segment of `SEGMENT_TOKENS` would be a large part
     of it; in a large memory shorter segments would only be more numerous (docs/log.md has figures).

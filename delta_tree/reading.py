@@ -39,7 +39,7 @@ class TreeReader:
         self._lock = threading.RLock()
 
     def get(self, node_id: NodeId) -> Node | None:
-        """The node with this id, or None."""
+        """Return the node with this id, or None."""
         return self._forest.nodes.get(node_id)
 
     def node(self, node_id: NodeId) -> Node:
@@ -55,7 +55,7 @@ class TreeReader:
             raise UnknownSegmentError(segment_id) from None
 
     def find(self, namespace: str, tokens: Sequence[int] | TokenIds) -> Node | None:
-        """The node of exactly this prompt in this namespace, or None."""
+        """Return the node of exactly this prompt in this namespace, or None."""
         return self._forest.find(namespace, token_ids(tokens))
 
     def reference_count(self, segment_id: SegmentId) -> int:
@@ -63,7 +63,7 @@ class TreeReader:
         return self._forest.num_references(segment_id)
 
     def nodes(self, namespace: str | None = None) -> tuple[Node, ...]:
-        """All nodes, or those of one namespace, in order of insertion."""
+        """Return all nodes, or those of one namespace, in order of insertion."""
         with self._lock:
             return _in_namespace(self._forest.nodes.values(), namespace)
 
@@ -73,24 +73,24 @@ class TreeReader:
             return frozenset(node.namespace for node in self._forest.nodes.values())
 
     def segments(self, namespace: str | None = None) -> tuple[Segment, ...]:
-        """All segments that nodes refer to, or those of one namespace."""
+        """Return all segments that nodes refer to, or those of one namespace."""
         with self._lock:
             return _in_namespace(self._forest.segments.values(), namespace)
 
     def ancestors(self, node_id: NodeId) -> tuple[NodeId, ...]:
-        """Parent, grandparent and so on, without evicted ones; empty for a root or an unknown id."""
+        """Return parent, grandparent and so on, without evicted ones; empty for a root or an unknown id."""
         with self._lock:
             return self._forest.lineage.ancestors(node_id)
 
     def roots(self, namespace: str | None = None) -> tuple[Node, ...]:
-        """The nodes without a parent, or those of one namespace, in order of insertion."""
+        """Return the nodes without a parent, or those of one namespace, in order of insertion."""
         with self._lock:
             is_root = self._forest.lineage.is_root
             found = (node for node in self._forest.nodes.values() if is_root(node.node_id))
             return _in_namespace(found, namespace)
 
     def children(self, node_id: NodeId) -> tuple[NodeId, ...]:
-        """The nodes whose nearest ancestor is this one."""
+        """Return the nodes whose nearest ancestor is this one."""
         with self._lock:
             self.node(node_id)
             return self._forest.lineage.children(node_id)
@@ -112,11 +112,11 @@ class TreeReader:
             return frozenset(self._forest.totals().pinned)
 
     def stats(self, namespace: str | None = None) -> TreeStats:
-        """Figures over all nodes, or those of one namespace; needs no lock and no counting."""
+        """Return figures over all nodes, or those of one namespace; needs no lock and no counting."""
         return self._forest.totals(namespace).stats()
 
     def bytes_of(self, group: str) -> int:
-        """KV bytes of all namespaces of a group; needs no lock and no counting."""
+        """Return the KV bytes of all namespaces of a group; needs no lock and no counting."""
         return self._forest.bytes_of_groups()[group]
 
     def bytes_of_groups(self) -> dict[str, int]:
@@ -124,7 +124,7 @@ class TreeReader:
         return dict(self._forest.bytes_of_groups())
 
     def owned_bytes(self, node_id: NodeId) -> int:
-        """KV bytes that only this node refers to: what its eviction would free."""
+        """Return the KV bytes that only this node refers to: what its eviction would free."""
         with self._lock:
             self.node(node_id)
             return self._forest.freed_by((), [node_id])[1]
@@ -136,7 +136,7 @@ class TreeReader:
             return Eviction(len(known), *self._forest.freed_by((), known))
 
     def subtree_bytes(self, node_id: NodeId) -> int:
-        """KV bytes that only this node and its descendants refer to."""
+        """Return the KV bytes that only this node and its descendants refer to."""
         with self._lock:
             self.node(node_id)
             return self._forest.freed_by((), self._forest.lineage.subtree(node_id))[1]
@@ -159,9 +159,9 @@ class TreeReader:
             node = self.node(node_id)
             mine, others = _stored_spans(node), _in_namespace(self._forest.nodes.values(), node.namespace)
             left = sum(self._forest.num_references(each) - 1 for each in mine)
-        found: list[SharedKV] = []
+        sharers: list[SharedKV] = []
         for other in others:
-            if left <= 0 or len(found) == limit:
+            if left <= 0 or len(sharers) == limit:
                 break
             same = mine.keys() & other.pieces.segment_ids if other.node_id != node_id else ()
             if not same:
@@ -175,8 +175,8 @@ class TreeReader:
                 for span in mine[segment_id]
             )
             if num_tokens:
-                found.append(SharedKV(other.node_id, num_tokens))
-        return tuple(sorted(found, key=lambda shared: (-shared.num_tokens, shared.node_id)))
+                sharers.append(SharedKV(other.node_id, num_tokens))
+        return tuple(sorted(sharers, key=lambda shared: (-shared.num_tokens, shared.node_id)))
 
     def num_sharing(self, node_id: NodeId) -> int:
         """Return how many other nodes refer to the most shared segment of this node."""

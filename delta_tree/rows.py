@@ -64,14 +64,14 @@ MOVE_CHILDREN = "UPDATE parents SET parent = :heir, row_sum = node_id + :heir WH
 
 
 def segment_row(segment: Segment) -> Row:
-    """A segment as `PUT_SEGMENT` takes it."""
+    """Return a segment as `PUT_SEGMENT` takes it."""
     # The checksum has unsigned 64 bits: SQLite has no such type.
     row = (*_SEGMENT_COLUMNS(segment), segment.checksum.to_bytes(8, "little"))
     return (*row, _crc_of(row))
 
 
 def node_row(node: Node) -> Row:
-    """A node as `PUT_NODE` takes it."""
+    """Return a node as `PUT_NODE` takes it."""
     row = (
         node.node_id,
         node.namespace,
@@ -88,7 +88,7 @@ def node_row(node: Node) -> Row:
 
 def load(version: int, execute: Callable[[str], Iterable[Row]]) -> Change:
     """
-    All that a file of this version holds, as one change to an empty forest.
+    Return all that a file of this version holds, as one change to an empty forest.
 
     Raises:  InvalidNodeError for a row that does not match its checksum; InvalidTokensError, EditRangeError
              for tokens and pieces that cannot be decoded
@@ -132,14 +132,14 @@ def _summed(node: Node, generations: Mapping[SegmentId, int]) -> Node:
 
 
 def _segment_of(row: Row) -> Segment:
-    """A segment from a row of any version."""
+    """Return a segment from a row of any version."""
     segment_id, namespace, *figures, checksum = _checked(row[:-1], row[-1], "segment")
     figures = [*figures[:2], *figures[-2:], int.from_bytes(checksum, "little")]  # without version 1's hash
     return Segment(segment_id, sys.intern(namespace), *figures)
 
 
 def _node_of(row: Row, last_used_at: float, num_hits: int) -> Node:
-    """A node from the first columns of a row of this version."""
+    """Return a node from the first columns of a row of this version."""
     node_id, namespace, _, tokens, pieces, exact_length, deviation, created_at, pinned = row
     return Node(
         node_id=NodeId(node_id),
@@ -156,7 +156,7 @@ def _node_of(row: Row, last_used_at: float, num_hits: int) -> Node:
 
 
 def _checked(values: Iterable[Any], crc: int, what: str) -> Row:
-    """The values of a row. Raises InvalidNodeError if they do not match the row's checksum."""
+    """Return the values of a row. Raises InvalidNodeError if they do not match the row's checksum."""
     row = tuple(values)
     if _crc_of(row) != crc:
         raise InvalidNodeError(f"a {what}'s row does not match its checksum")

@@ -72,26 +72,26 @@ def runs_in(pair: Pair, spans: Sequence[Span], places: Places) -> Iterator[Match
     starts = [np.arange(span.start, span.end - pair.k + 1) for span in spans if len(span) >= pair.k]
     if not starts or not len(places):
         return
-    found = _by_hash(pair.source_hashes, places)
+    by_hash = _by_hash(pair.source_hashes, places)
     asked = starts[0] if len(starts) == 1 else np.concatenate(starts)
     wanted = pair.target_hashes.take(asked)
-    lows = np.searchsorted(found[0], wanted)
-    hits = np.flatnonzero(found[0].take(lows, mode="clip") == wanted)
+    lows = np.searchsorted(by_hash[0], wanted)
+    hits = np.flatnonzero(by_hash[0].take(lows, mode="clip") == wanted)
     if not len(hits):
         return
     seeds, lows = asked[hits], lows[hits]
     cuts = seeds.searchsorted([(span.start, span.end) for span in spans])
     for number in np.flatnonzero(cuts[:, 0] < cuts[:, 1]).tolist():
         low, high = cuts[number].tolist()
-        yield from _runs_from(pair, spans[number], seeds[low:high].tolist(), lows[low:high], found)
+        yield from _runs_from(pair, spans[number], seeds[low:high].tolist(), lows[low:high], by_hash)
 
 
 def _runs_from(
-    pair: Pair, within: Span, seeds: list[int], lows: npt.NDArray[np.intp], found: tuple[Hashes, Places]
+    pair: Pair, within: Span, seeds: list[int], lows: npt.NDArray[np.intp], by_hash: tuple[Hashes, Places]
 ) -> list[Match]:
-    """Return the runs of one span. The k-gram at target position `seeds[i]` is in `found` from `lows[i]`."""
+    """Return the runs of a span. The k-gram at target position `seeds[i]` is in `by_hash` from `lows[i]`."""
     source, target, k = pair.source, pair.target, pair.k
-    hashes, positions = found
+    hashes, positions = by_hash
     runs: list[Match] = []
     index = 0
     while index < len(seeds):
@@ -126,7 +126,7 @@ def common_suffix_length(a: Ids, b: Ids) -> int:
 
 
 def _longest_run(source: Ids, target: Ids, rest: Span, places: Places) -> Match | None:
-    """The longest run that starts at `rest.start`; of equally long ones the one from the nearest position."""
+    """Return the longest run that starts at `rest.start`; of equal ones that from the nearest position."""
     text = target[rest.start : rest.end]
     best: Match | None = None
     for place in _worth_trying(places, rest.start):

@@ -50,10 +50,10 @@ class S3FifoQueue(EvictionQueue[K]):
 
     def use(self, entry: K, use: Use) -> None:
         use = use._replace(worth=0.0)
-        known = self._small.get(entry) or self._main.get(entry)
-        if known is not None:
-            known.num_uses = min(_MOST_USES, known.num_uses + 1)
-            known.use = use._replace(name=known.use.name, size=known.use.size)
+        held = self._small.get(entry) or self._main.get(entry)
+        if held is not None:
+            held.num_uses = min(_MOST_USES, held.num_uses + 1)
+            held.use = use._replace(name=held.use.name, size=held.use.size)
         elif any(self._ghosts.pop(name, self) is None for name in use.earlier):
             self._into_main(entry, _Waiting(use))
         else:

@@ -33,13 +33,13 @@ class Span:
         return self.end - self.start
 
     def intersection(self, other: "Span") -> "Span":
-        """The positions in both. If there are none: an empty span at the larger start."""
+        """Return the positions in both. If there are none: an empty span at the larger start."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.end, other.end)))
 
 
 def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same positions as sorted spans that neither overlap nor touch; empty ones are left out."""
+    """Return the same positions as sorted spans that neither overlap nor touch; empty ones are left out."""
     merged: list[Span] = []
     # Sorted by their starts alone: comparing whole spans takes several times as long.
     for span in sorted([span for span in spans if span.end > span.start], key=attrgetter("start")):
@@ -71,7 +71,7 @@ def true_ranges(flags: npt.NDArray[np.bool_], *, at_least: int = 1) -> npt.NDArr
 
 
 def true_spans(flags: npt.NDArray[np.bool_], first_position: int, *, at_least: int = 1) -> list[Span]:
-    """The same as spans; `first_position` is the position of the first flag."""
+    """Return the same as spans; `first_position` is the position of the first flag."""
     ranges = true_ranges(flags, at_least=at_least) + first_position
     return list(map(Span, *ranges.T.tolist()))
 
@@ -100,7 +100,7 @@ def split(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
 
 def token_ids(values: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     """
-    Token ids as an array that cannot be written to.
+    Return token ids as an array that cannot be written to.
 
     Shapes:  (T,) integers -> (T,) int32, C-contiguous, read-only; copied unless already so
     Raises:  InvalidTokensError if the values are not flat integers in [0, 2**31)
@@ -126,14 +126,14 @@ def token_ids(values: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
 
 
 def tokens_from_bytes(blob: bytes) -> TokenIds:
-    """Token ids from `ids.astype("<i4").tobytes()`, without a copy. Raises InvalidTokensError."""
+    """Return token ids from `ids.astype("<i4").tobytes()`, without a copy. Raises InvalidTokensError."""
     if len(blob) % 4:
         raise InvalidTokensError(f"{len(blob)} bytes are not a whole number of 4-byte token ids")
     return token_ids(np.frombuffer(blob, dtype="<i4"))
 
 
 def _is_read_only(values: npt.NDArray[np.integer]) -> TypeGuard[TokenIds]:
-    """Whether `values` already is a `TokenIds` over memory that cannot be written to."""
+    """Return whether `values` already is a `TokenIds` over memory that cannot be written to."""
     flags = values.flags
     return (
         values.dtype == np.int32

@@ -22,7 +22,7 @@ LOCK_WAIT_S = 1.0  # a server that is about to stop may still hold the file
 
 
 def journal_mode_for(version: tuple[int, int, int]) -> str:
-    """WAL where SQLite has its fix for the WAL-reset corruption, else TRUNCATE."""
+    """Return WAL where SQLite has its fix for the WAL-reset corruption, else TRUNCATE."""
     fixed = version >= (3, 51, 3) or (
         (3, 50, 7) <= version < (3, 51, 0) or (3, 44, 6) <= version < (3, 45, 0)
     )
@@ -59,26 +59,26 @@ class Storage:
             )
         try:
             with _translated(path):
-                found = _configure(connection, path, identity, read_only=read_only)
+                stored_identity = _configure(connection, path, identity, read_only=read_only)
         except BaseException:
             connection.close()
             raise
-        return cls(path, connection, identity=found, read_only=read_only)
+        return cls(path, connection, identity=stored_identity, read_only=read_only)
 
     @property
     def has_nodes(self) -> bool:
-        """Whether the file holds a prompt. Raises MetadataStoreError."""
+        """Return whether the file holds a prompt. Raises MetadataStoreError."""
         with _translated(self._path):
             return self._open_connection().execute("SELECT 1 FROM nodes LIMIT 1").fetchone() is not None
 
     @property
     def is_writable(self) -> bool:
-        """Whether the file is open for changes."""
+        """Return whether the file is open for changes."""
         return self._connection is not None and not self.read_only
 
     def load(self) -> Change:
         """
-        All that is stored, as one change to an empty forest; each row is checked.
+        Return all that is stored, as one change to an empty forest; each row is checked.
 
         Raises:  InvalidNodeError, EditRangeError, InvalidTokensError if a row is damaged; MetadataStoreError
         """

@@ -103,27 +103,27 @@ class Target:
 
         `prompts`: the visible tokens of candidates
         """
-        found = {number: self._known(visible, start, may_move) for number, visible in enumerate(prompts)}
-        new = [number for number, look in found.items() if look is None]
+        looks = {number: self._known(visible, start, may_move) for number, visible in enumerate(prompts)}
+        new = [number for number, look in looks.items() if look is None]
         hashes = self.hashes_of([prompts[number] for number in new])
         passing = [np.empty(0, dtype=np.int64)] * len(new)
         if new and len(self.tokens) - start >= self.min_run:
             passing = CandidateKGrams(hashes).narrow(self.sieve_from(start))
         for number, own, places in zip(new, hashes, passing, strict=True):
-            found[number] = look = Look(prompts[number], own, places)
+            looks[number] = look = Look(prompts[number], own, places)
             look.shares = self._shares(look, start)
             self._looks[_address(look.visible), start, may_move] = look
-        return [look for look in found.values() if look is not None]
+        return [look for look in looks.values() if look is not None]
 
     def may_have(self, prompts: Sequence[Ids]) -> npt.NDArray[np.bool_]:
         """
         (T,) whether a run of one of these prompts may cover a position; of all others it is certain that
         none does. Shapes: each of `prompts` (S,)
         """
-        found = Sieve(np.concatenate(self.hashes_of(prompts))).passing(self.hashes)
+        places = Sieve(np.concatenate(self.hashes_of(prompts))).passing(self.hashes)
         edges = np.zeros(len(self.tokens) + 1, dtype=np.int32)
-        edges[found] = 1
-        edges[found + self.min_run] -= 1
+        edges[places] = 1
+        edges[places + self.min_run] -= 1
         return np.cumsum(edges[:-1]) > 0
 
     def has_any_of(self, look: Look) -> bool:
@@ -136,13 +136,13 @@ class Target:
 
     def _known(self, visible: Ids, start: int, may_move: bool) -> Look | None:
         """Return an earlier look at these tokens, or the beginning of one at more that begin with these."""
-        found = self._looks.get((_address(visible), start, may_move))
-        if found is None or len(found.visible) == len(visible):
-            return found
-        if len(found.visible) < len(visible):
+        kept = self._looks.get((_address(visible), start, may_move))
+        if kept is None or len(kept.visible) == len(visible):
+            return kept
+        if len(kept.visible) < len(visible):
             return None
         size = max(len(visible) - self.min_run + 1, 0)
-        look = Look(visible, found.hashes[:size], found.places[: found.places.searchsorted(size)])
+        look = Look(visible, kept.hashes[:size], kept.places[: kept.places.searchsorted(size)])
         look.shares = self._shares(look, start)
         return look
 

@@ -56,7 +56,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         new_id: Callable[[], NodeId] | None = None,
     ) -> Self:
         """
-        The tree stored at `path`, which is created if it is missing; with None it is in memory only.
+        Return the tree stored at `path`, which is created if it is missing; with None it is in memory only.
 
         `clock` and `new_id` are for replays, whose results must not depend on the time.
         Raises:  MetadataStoreError: missing (read-only), corrupt, of another identity or version, locked
@@ -220,16 +220,6 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             self._writer.store(Change(put_segments=tuple(segments), put_nodes=(longer,)))
             return longer
 
-    def purge(self, namespace: str) -> Eviction:
-        """Remove all nodes of a namespace, pinned ones too."""
-        with self._lock:
-            return self._drop([node.node_id for node in self.nodes(namespace)])
-
-    def purge_all(self) -> Eviction:
-        """Remove all nodes."""
-        with self._lock:
-            return self._drop(list(self._forest.nodes))
-
     def purge_nodes(self, node_ids: Iterable[NodeId]) -> Eviction:
         """Remove these nodes, pinned ones too. Unknown ones are ignored."""
         with self._lock:
@@ -263,16 +253,16 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             self._writer.store(change, lazily=lazily)
         return Eviction(len(dropped), freed, num_bytes)
 
-    def _insert_again(self, known: Node, draft: NodeDraft, segment_of: SegmentLookup) -> Insertion:
+    def _insert_again(self, existing: Node, draft: NodeDraft, segment_of: SegmentLookup) -> Insertion:
         offered = replace(
-            known, pieces=draft.pieces, exact_length=draft.exact_length, deviation=draft.deviation
+            existing, pieces=draft.pieces, exact_length=draft.exact_length, deviation=draft.deviation
         )
         check_node(offered, segment_of)
-        if quality(offered, segment_of) > quality(known, segment_of):
+        if quality(offered, segment_of) > quality(existing, segment_of):
             return self._insert_as(self._touched(offered), draft, created=False)
-        self.touch(known.node_id)
+        self.touch(existing.node_id)
         unneeded = tuple(segment.segment_id for segment in draft.new_segments)
-        return Insertion(self.node(known.node_id), False, unneeded)
+        return Insertion(self.node(existing.node_id), False, unneeded)
 
     def _insert_as(self, node: Node, draft: NodeDraft, *, created: bool) -> Insertion:
         """Store the node with those of the draft's segments that its pieces refer to."""

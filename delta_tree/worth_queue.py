@@ -81,7 +81,7 @@ def best_rates(used: NDArray[np.float64], lived: NDArray[np.float64]) -> NDArray
     """
 
     def between(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sums from each bucket to each later one: (B,) -> (B, B)."""
+        """Return the sums from each bucket to each later one: (B,) -> (B, B)."""
         sums = np.cumsum(values)
         return sums[None, :] - (sums - values)[:, None]
 
@@ -159,17 +159,17 @@ class WorthQueue(EvictionQueue[K]):
         self._now = max(self._now, use.place)
         if use.share < _WHOLE and entry in self._held:
             return  # a beginning that many have in common says nothing of the rest
-        known = self._held.pop(entry, None)
-        if known is not None:
-            del self._lines[known.line][entry]
-        before, num_uses, depth = known or self._ghost_of(use), 0, use.depth
+        held = self._held.pop(entry, None)
+        if held is not None:
+            del self._lines[held.line][entry]
+        before, num_uses, depth = held or self._ghost_of(use), 0, use.depth
         if before is not None:
             self._observe(before, is_used=True)
-            if known is not None or before.use.name == use.name:
+            if held is not None or before.use.name == use.name:
                 num_uses, depth = before.num_uses + 1, before.use.depth
             else:
                 depth = max(depth, before.use.depth + 1)
-        name = use.name if known is None else known.use.name
+        name = use.name if held is None else held.use.name
         use = use._replace(worth=0.0, name=name, depth=depth)
         line = self._line(num_uses, use)
         self._held[entry] = _Held(line, num_uses, use)

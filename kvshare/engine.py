@@ -197,15 +197,15 @@ class Engine(ABC):
 
     @abstractmethod
     async def tree(self, question: TreeQuestion) -> TreeDocument:
-        """The stored prompts, below their parents."""
+        """Return the stored prompts, below their parents."""
 
     @abstractmethod
     async def node(self, question: NodeQuestion) -> NodeDocument:
-        """One stored prompt. Raises RequestError if it is not stored."""
+        """Return one stored prompt. Raises RequestError if it is not stored."""
 
     @abstractmethod
     async def diff(self, question: DiffQuestion) -> DiffDocument:
-        """The edits between two stored prompts. Raises RequestError if one of them is not stored."""
+        """Return the edits between two stored prompts. Raises RequestError if one of them is not stored."""
 
     @abstractmethod
     async def execute(self, command: Command) -> EvictionDocument | PinDocument:
@@ -213,7 +213,7 @@ class Engine(ABC):
 
     @abstractmethod
     def digests_of(self, owner: Owner) -> Collection[str]:
-        """The namespaces of an owner's requests: one in each memory that holds KV now."""
+        """Return the namespaces of an owner's requests: one in each memory that holds KV now."""
 
 
 class GeneratingEngine(Engine):
@@ -222,16 +222,16 @@ class GeneratingEngine(Engine):
     @property
     @abstractmethod
     def tool_format(self) -> ToolFormat:
-        """The format in which the model writes tool calls."""
+        """Return the format in which the model writes tool calls."""
 
     @property
     @abstractmethod
     def added_tokens(self) -> Mapping[str, int]:
-        """The tokenizer's added tokens, id by text: a grammar must name them by their ids."""
+        """Return the tokenizer's added tokens, id by text: a grammar must name them by their ids."""
 
     @abstractmethod
     def namespace(self, *, tenant: str, scope: str, salt: str = "") -> Namespace:
-        """The namespace of an `Owner`'s requests under this engine's model and KV layout."""
+        """Return the namespace of an `Owner`'s requests under this engine's model and KV layout."""
 
     def digests_of(self, owner: Owner) -> Collection[str]:
         return (self.namespace(tenant=owner.tenant, scope=owner.scope, salt=owner.salt).digest,)
@@ -246,11 +246,11 @@ class GeneratingEngine(Engine):
 
     @abstractmethod
     async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        """A prompt of these token ids. Raises RequestError if one is outside the vocabulary."""
+        """Return a prompt of these token ids. Raises RequestError if one is outside the vocabulary."""
 
     @abstractmethod
     async def decode_tokens(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, with special ones. Raises RequestError as `encode_tokens` does."""
+        """Return the text of tokens, with special ones. Raises RequestError as `encode_tokens` does."""
 
     @abstractmethod
     async def embed(self, texts: Sequence[str]) -> Embeddings:

@@ -33,7 +33,7 @@ class Answered:
 
 async def served_model(client: aiohttp.ClientSession, url: str) -> str:
     """
-    The name of the first model that the server at `url` serves.
+    Return the name of the first model that the server at `url` serves.
 
     Raises:  UnreachableError if no server listens, UpstreamError if its answer is not a list of models
     """
@@ -57,7 +57,7 @@ def _no_models(url: str, problem: str) -> UpstreamError:
 
 
 async def ask(client: aiohttp.ClientSession, path: str, body: Mapping[str, Any]) -> Answered:
-    """One streamed request; a failure is a word in the answer."""
+    """Send one request and read its stream. A failure becomes a word in the answer."""
     answered = Answered()
     began = time.perf_counter()
     try:
@@ -77,7 +77,7 @@ async def ask(client: aiohttp.ClientSession, path: str, body: Mapping[str, Any])
 
 
 def session(url: str, *, key: str | None) -> aiohttp.ClientSession:
-    """A connection for each request in flight, without a limit on how long a stream may take."""
+    """Return a connection for each request in flight, without a limit on how long a stream may take."""
     return aiohttp.ClientSession(
         url,
         headers={} if key is None else {"Authorization": f"Bearer {key}"},
@@ -89,7 +89,7 @@ def session(url: str, *, key: str | None) -> aiohttp.ClientSession:
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | None]:
     """
-    The documents of an event stream, errors among them; None for its [DONE].
+    Yield the documents of an event stream, errors among them; None for its [DONE].
 
     It is read to its end: servers count a connection that is closed earlier as aborted. Raises ValueError for
     an event that is not JSON.
@@ -113,14 +113,14 @@ async def _read(response: aiohttp.ClientResponse, answered: Answered, began: flo
 
 
 def _has_tokens(choice: Mapping[str, Any]) -> bool:
-    """A chat's first chunk only names the role; a token of half a character has no text yet."""
+    """Return false for a chat's first chunk, which only names the role, and for half a character."""
     delta = choice.get("delta") or {}
     said = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
     return bool(said) or choice.get("finish_reason") is not None
 
 
 def error_code(document: Any) -> str:
-    """The error's code, a fixed word of the server's. Its message may quote the prompt."""
+    """Return the error's code, a fixed word of the server's. Its message may quote the prompt."""
     error = document.get("error") if isinstance(document, dict) else None
     code = error.get("code") if isinstance(error, dict) else None
     word = str(code or "error")

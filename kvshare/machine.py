@@ -11,7 +11,7 @@ _NAMES = ("model name", "Model", "cpu model")  # of x86, ARM boards, others
 
 
 def processor() -> str:
-    """The processor's model where the system says it, else its architecture."""
+    """Return the processor's model where the system says it, else its architecture."""
     try:
         lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -88,7 +88,7 @@ def check_not_in_use(folder: str | None) -> None:
 
 def open_tree(folder: str | None, *, identity: str, loss: str) -> DeltaTree:
     """
-    The tree in a folder's store; in memory if `folder` is None.
+    Return the tree in a folder's store; in memory if `folder` is None.
 
     `loss`: a sentence for the log that says what is lost if the stored prompts cannot be used.
     Raises:  StoreError if another process has the store open

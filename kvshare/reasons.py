@@ -243,7 +243,7 @@ class Reason(StrEnum):
 
     @classmethod
     def of(cls, word: str) -> Reason:
-        """The reason that a connector reports; UNKNOWN for a word of another version."""
+        """Return the reason that a connector reports; UNKNOWN for a word of another version."""
         return next((reason for reason in cls if reason == word), cls.UNKNOWN)
 
 
@@ -252,5 +252,5 @@ def explanations() -> Mapping[Reason, str]:
 
 
 def cache_miss_reason(reason: str | None) -> dict[str, str] | None:
-    """A reason and its explanation, in the shape that providers use. None: nothing was refused."""
+    """Return a reason and its explanation, in the shape that providers use. None: nothing was refused."""
     return None if reason is None else {"type": reason, "message": Reason.of(reason).explanation}

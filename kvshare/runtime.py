@@ -85,7 +85,7 @@ class Runtime(Generic[KeeperT]):
         return await asyncio.get_running_loop().run_in_executor(self.writer, function, *arguments)
 
     async def evict(self, function: Callable[[*_Arguments], _T], *arguments: *_Arguments) -> _T:
-        """The same for a function that evicts prompts; then remove those from the index."""
+        """Return the same for a function that evicts prompts; then remove those from the index."""
         result = await self.write(function, *arguments)
         await self.sharing.indexing.forget_evicted()
         return result
@@ -261,7 +261,7 @@ class ServedEngine(Engine, Generic[ServerT]):
 
     @property
     def server(self) -> ServerT:
-        """The parts of the engine. Raises ShuttingDownError before start and after stop."""
+        """Return the parts of the engine. Raises ShuttingDownError before start and after stop."""
         if self._running is None:
             raise ShuttingDownError("the engine is not running")
         return self._running

@@ -64,7 +64,7 @@ def class_and_place(exc: BaseException) -> str:
 
 
 def classes_and_places(exc: BaseException) -> str:
-    """The tracebacks of an exception and of its causes, each after its class."""
+    """Return the tracebacks of an exception and of its causes, each after its class."""
     return "\ncaused by ".join(
         f"{type(failure).__name__}\n{''.join(traceback.format_tb(failure.__traceback__))}".rstrip()
         for failure in _causes(exc)

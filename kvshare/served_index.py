@@ -238,7 +238,7 @@ class ServedIndex:
 
 
 def _bytes_below(folder: Path) -> int:
-    """The bytes on disk of a folder's files, which may be sparse, or deleted meanwhile; without KV."""
+    """Return the bytes on disk of a folder's files, which may be sparse, or deleted meanwhile; without KV."""
     num_blocks = 0
     for parent, folders, names in os.walk(folder):
         # Their tiers count them, and there may be very many files.
@@ -250,7 +250,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _writable(folder: Path) -> Path | None:
-    """The folder, created if missing; None, for a temporary one, if it cannot be written."""
+    """Return the folder, created if missing; None, for a temporary one, if it cannot be written."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -267,7 +267,7 @@ async def _nothing() -> None:
 
 
 def _load_embedder(settings: IndexSettings) -> tuple[Embedder | None, str | None]:
-    """The loaded embedder; None if search by embedding is off, or for the reason that is returned."""
+    """Return the loaded embedder; None if search by embedding is off, or for the reason that is returned."""
     if not settings.dense:
         return None, None
     missing = missing_modules("embeddings")
@@ -291,6 +291,6 @@ def _load_embedder(settings: IndexSettings) -> tuple[Embedder | None, str | None
 
 
 def nominator_settings(settings: IndexSettings) -> NominatorSettings:
-    """The settings of nomination from config.yaml; others have their defaults."""
+    """Return the settings of nomination from config.yaml; others have their defaults."""
     names = {field.name for field in fields(NominatorSettings)}
     return NominatorSettings(**settings.model_dump(include=names))

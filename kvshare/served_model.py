@@ -32,7 +32,7 @@ def find_model(
     chosen: str | None, *, download: bool = False, cancelled: threading.Event | None = None
 ) -> ServedModel:
     """
-    The model of `model.path`. None: the chat model, or, with a warning, the forms model if that is not
+    Return the model of `model.path`. None: the chat model, or, with a warning, the forms model if that is not
     available.
 
     `download`: fetch and convert the chat model if it is missing, which takes a minute.

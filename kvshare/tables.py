@@ -14,10 +14,10 @@ except ImportError:
 
 
 def read_table(path: Path) -> Any:
-    """The document of a file that comes with the program: it is well-formed."""
+    """Return the document of a file that comes with the program: it is well-formed."""
     return parsed(path.read_text(encoding="utf-8"))
 
 
 def parsed(text: str) -> Any:
-    """A YAML document. Raises yaml.YAMLError."""
+    """Return a YAML document. Raises yaml.YAMLError."""
     return yaml.load(text, Loader=Loader)

@@ -60,7 +60,7 @@ def owner_of_key(tenant: str, scope: str, name: str) -> Owner:
 
 
 def named(owner: Owner) -> NamespaceOwner:
-    """The names that `owner_of_key` was given."""
+    """Return the names that `owner_of_key` was given."""
     tenant, key = owner.tenant, None
     if owner.scope == _PRIVATE:
         tenant, key = json.loads(owner.tenant)
@@ -111,7 +111,7 @@ class Tenants:
             return [(digest, self._owners[digest]) for digest in noted if digest in self._owners]
 
     def namespaces_of(self, tenant: str) -> tuple[str, ...]:
-        """All that are known of a tenant: shared, private and divided ones, in every memory."""
+        """Return all known namespaces of a tenant: shared, private and divided ones, in every memory."""
         with self._lock:
             return tuple(digest for digest, owner in self._owners.items() if owner.tenant == tenant)
 

@@ -108,7 +108,7 @@ def forbidden(message: str) -> HttpError:
 
 
 def too_large(max_bytes: int, which: str = "") -> HttpError:
-    """`which`: of the body's sizes."""
+    """`which` size of the body is too large, such as "after decompression"; may be empty."""
     words = f"The request body is larger than this server accepts{which and f' {which}'}"
     return HttpError(413, ErrorCode.REQUEST_TOO_LARGE, f"{words}: expected at most {max_bytes} bytes.")
 

@@ -38,13 +38,13 @@ class IndexSchema:
     dimension: int = 0
     version: int = 1
 
-    def check(self, found: object) -> None:
+    def check(self, stamp: object) -> None:
         """Compare with the stamp of an index. Raises IndexSchemaError that names the field that differs."""
-        if not isinstance(found, dict):
+        if not isinstance(stamp, dict):
             raise IndexSchemaError("the index has no schema stamp; rebuild it")
         for name, value in asdict(self).items():
-            if found.get(name) != value:
-                raise IndexSchemaError(f"the index has {name} {found.get(name)!r}, expected {value!r}")
+            if stamp.get(name) != value:
+                raise IndexSchemaError(f"the index has {name} {stamp.get(name)!r}, expected {value!r}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,12 +106,12 @@ class VectorIndex(ABC):
     async def _nearest(
         self, namespace: str, name: VectorName, vector: Vector, *, limit: int, min_score: float | None
     ) -> Iterable[tuple[object, Hit]]:
-        """The stored vectors nearest to this one, each as (namespace as stored, hit), best first."""
+        """Return the stored vectors nearest to this one, each as (namespace as stored, hit), best first."""
 
     async def search_fingerprints(
         self, namespace: str, fingerprints: NDArray[np.uint32], limit: int
     ) -> list[Hit]:
-        """Prompts that share the most of these fingerprints; the score is how many they share."""
+        """Return the prompts that share the most of these fingerprints; the score is how many they share."""
         if not len(fingerprints):
             return []
         found = await self._nearest(namespace, "sparse", fingerprints, limit=limit, min_score=None)
@@ -120,7 +120,7 @@ class VectorIndex(ABC):
     async def search_embedding(
         self, namespace: str, embedding: NDArray[np.float32], limit: int, max_distance: float
     ) -> list[Hit]:
-        """Prompts within a cosine distance; the score is the cosine similarity, 1 - distance."""
+        """Return the prompts within a cosine distance; the score is the cosine similarity, 1 - distance."""
         self.check_embedding(embedding)
         min_score = 1.0 - max_distance
         found = await self._nearest(namespace, "dense", embedding, limit=limit, min_score=min_score)
@@ -131,7 +131,7 @@ class VectorIndex(ABC):
         """Return how many prompts a namespace, or the whole index, holds."""
 
     async def maintain(self) -> None:
-        """Housekeeping. Call it now and then, off the critical path. By default there is nothing to do."""
+        """Do housekeeping, by default none. To be called now and then, off the critical path."""
         return
 
     def why_paused(self) -> str | None:
@@ -168,10 +168,10 @@ class VectorIndex(ABC):
         if not np.isfinite(embedding).all():
             raise ValueError("embedding is not finite")
 
-    def own_hits(self, namespace: str, found: Iterable[tuple[object, Hit]]) -> list[Hit]:
-        """The hits among (namespace as stored, hit) that belong to this namespace."""
+    def own_hits(self, namespace: str, pairs: Iterable[tuple[object, Hit]]) -> list[Hit]:
+        """Return the hits among (namespace as stored, hit) that belong to this namespace."""
         hits = []
-        for owner, hit in found:
+        for owner, hit in pairs:
             if owner == namespace:
                 hits.append(hit)
             else:

@@ -97,7 +97,7 @@ class Circuit:
 
     async def attempt(self, call: Callable[[], Awaitable[T]], *, timeout_s: float) -> T | Failure:
         """
-        What `call` returns, or a Failure if it raises, takes too long, or the circuit is open.
+        Return what `call` returns, or a Failure if it raises, takes too long, or the circuit is open.
 
         Cancellation from outside passes through, and IndexPausedError, which is not a failure.
         """
@@ -160,7 +160,7 @@ class Circuit:
 def circuits_of_index(
     *, failures_to_open: int, open_s: float, clock: Callable[[], float]
 ) -> dict[str, Circuit]:
-    """Those of the parts of an index, by their names."""
+    """Return those of the parts of an index, by their names."""
     return {
         part: Circuit(
             part,

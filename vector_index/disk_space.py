@@ -30,13 +30,13 @@ class DiskSpace:
         self._is_low = False
 
     def free_bytes(self) -> int:
-        """Bytes that programs may still write there; 0 if that cannot be determined."""
+        """Return the bytes that programs may still write there; 0 if that cannot be determined."""
         try:
             folder = self._folder.absolute()
-            found = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
+            stats = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
         except (OSError, StopIteration):
             return 0
-        return found.f_bavail * found.f_frsize
+        return stats.f_bavail * stats.f_frsize
 
     def why_low(self) -> str | None:
         """Check the free space now; returns the problem as text without a path, None if there is enough."""
@@ -70,5 +70,5 @@ class DiskSpace:
 
 
 def megabytes(num_bytes: float) -> str:
-    """A size as text, in MB with one decimal."""
+    """Return a size as text, in MB with one decimal."""
     return f"{num_bytes / 1e6:,.1f} MB"

@@ -44,7 +44,7 @@ class ShardFiles:
 
     @property
     def shard(self) -> Path:
-        """The folder with Edge's own files; it may not exist yet."""
+        """Return the folder with Edge's own files; it may not exist yet."""
         if self._folder is not None:
             return self._folder / "shard"
         if self._temporary is None:
@@ -54,11 +54,11 @@ class ShardFiles:
 
     @property
     def has_own(self) -> bool:
-        """Whether there is a shard that this process has created."""
+        """Return whether there is a shard that this process has created."""
         return self._is_own and self.shard.exists()
 
     def open(self, schema: IndexSchema) -> edge.EdgeShard:
-        """The own shard, or a new one in place of another process's. Raises IndexUnavailableError."""
+        """Return the own shard, or a new one in place of another process's. Raises IndexUnavailableError."""
         if not self.has_own:
             self.remove()
             shard = self._create(schema)
@@ -69,15 +69,15 @@ class ShardFiles:
         return shard
 
     def are_lost(self) -> bool:
-        """Whether the folder of the opened shard was deleted or replaced. What is written to it is lost."""
+        """Return whether the opened shard's folder was deleted or replaced. What is written to it is lost."""
         return self._found() != self._opened
 
     def _found(self) -> tuple[int, int] | None:
         try:
-            found = (self.shard / "wal").stat()
+            status = (self.shard / "wal").stat()
         except OSError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     async def optimise(self) -> None:
         """
@@ -116,7 +116,7 @@ class ShardFiles:
             self._temporary = None
 
     def num_bytes(self) -> int:
-        """Bytes that the files take on disk; they are sparse."""
+        """Return the bytes that the files take on disk; they are sparse."""
         files = (path for path in self.shard.rglob("*") if path.is_file())
         return sum(512 * path.stat().st_blocks for path in files)
 
@@ -154,7 +154,7 @@ def _config(schema: IndexSchema) -> edge.EdgeConfig:
 
 
 def _is_in_use(folder: Path) -> bool:
-    """Whether a process has the shard open. Tests Edge's own lock, because opening the shard would write."""
+    """Return whether a process has the shard open. Tests Edge's lock, because opening it would write."""
     try:
         log_folder = os.open(folder / "wal", os.O_RDONLY)
     except OSError:

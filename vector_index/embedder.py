@@ -86,22 +86,22 @@ class Embedder:
 
     @classmethod
     def for_bulk(cls, model_name_or_path: str | None = None, *, num_threads: int | None = None) -> "Embedder":
-        """An embedder for many texts at once: by default on all cores, in bfloat16 if that is native."""
+        """Return an embedder for many texts at once: by default on all cores, in bfloat16 if native."""
         return cls(model_name_or_path, num_threads=num_threads or _num_cores(), dtype=_native_precision())
 
     @property
     def name(self) -> str:
-        """The configured name or path, or the bundled model's name; with the precision if not float32."""
+        """Return the configured name or path, or the bundled model's name, with a precision below float32."""
         name = self._source or BUNDLED_NAME
         return name if self._dtype == "float32" else f"{name} {self._dtype}"
 
     @property
     def dimension(self) -> int:
-        """Length of the vectors; loads the model."""
+        """Return the length of the vectors; loads the model."""
         return self.load().dimension
 
     def load(self) -> TextModel:
-        """The model, loaded once. Raises EmbedderError if it is missing or cannot be loaded."""
+        """Return the model, loaded once. Raises EmbedderError if it is missing or cannot be loaded."""
         with self._lock:
             if self._model is None:
                 try:
@@ -112,7 +112,7 @@ class Embedder:
             return self._model
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Unit vectors (N, D) float32, in the order of `texts`. Raises EmbedderError."""
+        """Return unit vectors (N, D) float32, in the order of `texts`. Raises EmbedderError."""
         import torch
 
         model = self.load()
@@ -158,7 +158,7 @@ class Embedder:
 
 
 def _head(text: str) -> str:
-    """The beginning of a very long text, up to a white space so that no word is cut; all of others."""
+    """Return the beginning of a very long text, up to a white space so that no word is cut; all of others."""
     return (
         text
         if len(text) <= _HEAD
@@ -167,7 +167,7 @@ def _head(text: str) -> str:
 
 
 def _native_precision() -> Precision:
-    """bfloat16 where this processor multiplies in it, else float32."""
+    """Return bfloat16 where this processor multiplies in it, else float32."""
     import torch
 
     able = torch.cpu.get_capabilities()
@@ -175,7 +175,7 @@ def _native_precision() -> Precision:
 
 
 def _num_cores() -> int:
-    """Cores that this process may use; in a container fewer than the machine has."""
+    """Return the number of cores that this process may use; in a container fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

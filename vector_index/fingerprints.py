@@ -28,7 +28,7 @@ def fingerprints(
     token_ids: NDArray[np.int32], *, kgram: int, window: int, max_fingerprints: int | None = None
 ) -> NDArray[np.uint32]:
     """
-    The winnowed fingerprints of a prompt, sorted and unique; the same in every process.
+    Return the winnowed fingerprints of a prompt, sorted and unique; the same in every process.
 
     Any two prompts with a common stretch of at least `kgram + window - 1` tokens share at least
     one fingerprint. There are about `2 / (window + 1)` fingerprints per token.
@@ -53,7 +53,7 @@ def fingerprints(
 
 def bind(prints: NDArray[np.uint32], namespace: str) -> NDArray[np.uint32]:
     """
-    The same fingerprints, mapped by a bijection that differs per namespace, sorted.
+    Return the same fingerprints, mapped by a bijection that differs per namespace, sorted.
 
     Without it a passage in many namespaces (a public system prompt) would have one posting list for all of
     them, and a search in one namespace would read the postings of all.
@@ -105,7 +105,7 @@ class FingerprintFrequencies:
             np.subtract.at(counts, buckets, 1)
 
     def held(self, namespace: str, prompt_id: int) -> NDArray[np.uint32] | None:
-        """The fingerprints that `add` returned for a prompt; None for an unknown prompt."""
+        """Return the fingerprints that `add` returned for a prompt; None for an unknown prompt."""
         held = self._held.get(namespace, {}).get(prompt_id)
         return None if held is None else np.frombuffer(held, np.uint32)
 
@@ -117,7 +117,7 @@ class FingerprintFrequencies:
         self, prints: NDArray[np.uint32], *, max_postings: int, min_asked: int, max_asked: int
     ) -> NDArray[np.uint32]:
         """
-        The rarest of `prints`, as many as `max_postings` postings allow and at least `min_asked`.
+        Return the rarest of `prints`, as many as `max_postings` postings allow and at least `min_asked`.
 
         Of more than `max_asked`, those that no prompt holds are left out, and then every n-th is taken in the
         order of the hashes. If no prompt holds any, all stay: the index may have prompts of other processes.
@@ -143,7 +143,7 @@ class FingerprintFrequencies:
 
 
 def _kgram_hashes(token_ids: NDArray[np.int32], kgram: int) -> NDArray[np.uint32]:
-    """(T,) token ids -> (T - kgram + 1,) hashes of the k-grams that start at each position."""
+    """Return the hashes, (T - kgram + 1,), of the k-grams that start at each of the token ids (T,)."""
     mixed = (token_ids.astype(np.uint64) + np.uint64(1)) * _TOKEN_FACTOR
     mixed ^= mixed >> _HALF
     num_grams = len(mixed) - kgram + 1
@@ -158,7 +158,7 @@ def _kgram_hashes(token_ids: NDArray[np.int32], kgram: int) -> NDArray[np.uint32
 
 
 def _sliding_minima(hashes: NDArray[np.uint32], window: int) -> NDArray[np.uint32]:
-    """(H,) -> (H - window + 1,): the minimum of every window, in log2(window) steps."""
+    """Return the minimum of every window, (H,) -> (H - window + 1,), in log2(window) steps."""
     minima = hashes
     width = 1
     while width * 2 <= window:
@@ -176,6 +176,6 @@ def _without_repeats(numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def _buckets(prints: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """(F,) fingerprints -> their bucket in each table."""
+    """Return the bucket of each of the fingerprints (F,) in each table."""
     low = prints & np.uint32((1 << _BITS) - 1)
     return low, (prints * _SPREAD) >> np.uint32(32 - _BITS)

@@ -73,7 +73,7 @@ class Indexer:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that wait until the index is no longer paused."""
+        """Return the number of prompts that wait until the index is no longer paused."""
         return len(self._backlog.records)
 
     async def remember(
@@ -163,7 +163,7 @@ class Indexer:
             thread.shutdown(wait=False, cancel_futures=True)
 
     def _fingerprints(self, namespace: str, token_ids: NDArray[np.int32]) -> NDArray[np.uint32]:
-        """A prompt's fingerprints as this index stores them."""
+        """Return a prompt's fingerprints as this index stores them."""
         prints = fingerprints(
             token_ids,
             kgram=self.settings.kgram,
@@ -181,7 +181,7 @@ class Indexer:
         on_end: Callable[[float], None] = lambda seconds: None,
     ) -> list[NDArray[np.float32] | None] | Failure:
         """
-        A vector (D,) for each text, None for none, in the thread of this part and behind its circuit.
+        Return a vector (D,) for each text, None for none, in the thread of this part and behind its circuit.
 
         `on_end`: called there with the seconds that it took.
         """
@@ -223,7 +223,7 @@ class Indexer:
             self._newest.pop(prompt_id, None)
 
     def _of_newest(self, batch: Iterable[PromptRecord]) -> list[PromptRecord]:
-        """Those that were not written again, or forgotten, since their writing began."""
+        """Return those that were not written again, or forgotten, since their writing began."""
         return [record for record in batch if self._newest.get(record.prompt_id) is record]
 
     async def _write_batch(self, batch: list[PromptRecord]) -> list[Failure]:

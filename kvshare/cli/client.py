@@ -49,7 +49,7 @@ class JsonClient:
         return document
 
     def send(self, path: str, *, query: Fields = None, body: Fields = None) -> object:
-        """The same for any answer: its JSON, or None. Raises UnreachableError, AnswerError."""
+        """Return the same for any answer: its JSON, or None. Raises UnreachableError, AnswerError."""
         pairs = {name: str(value) for name, value in (query or {}).items() if value is not None}
         try:
             return asyncio.run(self._exchange(self._url + path, pairs, body))
@@ -131,7 +131,7 @@ class AdminClient(JsonClient):
         tenant: str | None = None,
         key: str | None = None,
     ) -> dict[str, Any]:
-        """The plan that a request would get; without a model in it, of the one that is served."""
+        """Return the plan that a request would get; without a model in it, of the one that is served."""
         model = request.get("model") or self.call("/v1/models")["data"][0]["id"]
         query = {"api": api, "tenant": tenant, "key": key}
         return self.call("/admin/explain", query=query, body={**request, "model": model})

@@ -14,7 +14,7 @@ from kvshare.sizes import parse_size
 
 
 def parse_bytes(text: object) -> int:
-    """A number of bytes with or without a unit: 4GiB, 1.5 GB, 500MB, 1073741824. Raises a usage error."""
+    """Return a number of bytes, with a unit or none: 4GiB, 1.5 GB, 1073741824. Raises a usage error."""
     try:
         return parse_size(str(text))
     except ValueError as exc:
@@ -54,8 +54,8 @@ def disk_settings(
 
 def parse_shared_tier(text: object) -> dict[str, Any]:
     """
-    The address of a store, or a JSON object with settings of the section `shared_tier`. Raises a usage error
-    that quotes no address.
+    Return the address of a store, or a JSON object with settings of the section `shared_tier`. Raises a usage
+    error that quotes no address.
     """
     from kvshare.settings import load_settings
 
@@ -110,7 +110,7 @@ def connector_options(
     beside: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """
-    The options of `vllm serve` that put KVShare's connector to work.
+    Return the options of `vllm serve` that put KVShare's connector to work.
 
     `ranks`: data-parallel ones. Each has `max_bytes`, and rank r has the control port `port + r`. `below`:
     the connector's settings of a disk for each, and of a store that they share.

@@ -77,7 +77,7 @@ def version(output_format: options.Format = OutputFormat.TERMINAL) -> None:
 
 
 def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
-    """All checks; those that need the settings only if the config can be read. `url`: a running server."""
+    """Return all checks; those of the settings only if the config can be read. `url`: a running server."""
     from kvshare.cli import checks, server_checks, store_checks
     from kvshare.cli.check import Checked
 
@@ -114,7 +114,7 @@ def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
 
 
 def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int = 1) -> list[Check]:
-    """All checks of one running vLLM and its ranks. Raises ConfigError for an address that is none."""
+    """Return all checks of one running vLLM and its ranks. Raises ConfigError for an address that is none."""
     from kvshare.cli import server_checks
     from kvshare.settings import load_settings
 

@@ -38,7 +38,7 @@ def explain_offline(
     store_path: Path, settings: Settings, messages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """
-    The plan that a prompt would get if the prompts of a stopped store still had their KV.
+    Return the plan that a prompt would get if the prompts of a stopped store still had their KV.
 
     It searches the largest namespace by equal prefixes and fingerprints. The store has no texts, so that no
     donor is nominated by embedding. Prefill and load speeds are those of config.yaml. The store is unchanged.

@@ -230,7 +230,7 @@ def checked_url(url: str | None, option: str) -> str:
 
 
 def seconds(text: str, option: str) -> int:
-    """A duration like 90s, 30m, 12h or 7d. Raises a usage error for another one."""
+    """Return a duration like 90s, 30m, 12h or 7d. Raises a usage error for another one."""
     match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
     if match is None or int(match[1]) == 0:
         raise typer.BadParameter(

@@ -43,7 +43,7 @@ class CommandGroup(TyperGroup):
         return command if entry_point is None else _Found(entry_point)
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
-        """The command that is about to run: only now is code of another distribution imported."""
+        """Return the command that is about to run: only now is code of another distribution imported."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command.load() if isinstance(command, _Found) else command, rest
 
@@ -63,7 +63,7 @@ class _Found(TyperCommand):
         self._entry_point, self._of = entry_point, of
 
     def load(self) -> Command:
-        """The command itself. Raises MissingExtraError if it cannot be imported."""
+        """Return the command itself. Raises MissingExtraError if it cannot be imported."""
         try:
             app: typer.Typer = self._entry_point.load()
         except ImportError as exc:

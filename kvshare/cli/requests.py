@@ -60,7 +60,7 @@ def detailed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole_id(asked: Any, prefix: str) -> str:
-    """The id that begins so. Raises a usage error where several do; what no id begins with is returned."""
+    """Return the id that begins so, or the prefix if none does. Raises a usage error if several do."""
     if len(prefix) >= _WHOLE:
         return prefix
     known = asked.call("/admin/requests", query={"limit": MOST_REQUESTS})["requests"]

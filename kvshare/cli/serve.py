@@ -97,7 +97,7 @@ def hash_key(
 def _replicas(
     urls: Sequence[str] | None, control_urls: Sequence[str] | None, data_parallel_size: int | None
 ) -> list[dict[str, Any]] | None:
-    """The `vllm.replicas` that the options stand for; None where there are none."""
+    """Return the `vllm.replicas` that the options stand for; None where there are none."""
     urls, control_urls = urls or [], control_urls or []
     if control_urls and len(control_urls) != len(urls):
         raise ConfigError(

@@ -36,7 +36,7 @@ _GIVE_CONNECTOR = f"start it with `kvshare vllm MODEL`, or give {_ADDRESS}"
 
 
 def check_replicas(replicas: Sequence[ReplicaSettings]) -> list[Check]:
-    """The findings of each vLLM that the settings name."""
+    """Return the findings of each vLLM that the settings name."""
     if not replicas:
         problem = "engine.kind is vllm, and vllm.replicas names none"
         return [Checked.VLLM.fail(problem, "start it with `kvshare vllm MODEL`, and add its address")]

@@ -184,7 +184,7 @@ def _chosen(
 
 
 def _read_request(file: typer.FileText, *, is_chat: bool) -> dict[str, Any]:
-    """A request from a file that holds the request or, of a chat, only its messages."""
+    """Return a request from a file that holds the request or, of a chat, only its messages."""
     try:
         document = json.load(file)
     except (OSError, ValueError) as exc:
@@ -198,7 +198,8 @@ def _read_request(file: typer.FileText, *, is_chat: bool) -> dict[str, Any]:
 
 def source(url: str | None, key: str | None, store: Path | None, config: Path | None) -> Source:
     """
-    The server at --url or KVSHARE_URL, else the store at --store or in the settings. Opens nothing yet.
+    Return the server at --url or KVSHARE_URL, else the store at --store or in the settings. Opens nothing
+    yet.
 
     Raises:  a usage error for both at once or for what is not a URL; StoreError if there is no such store
     """
@@ -214,7 +215,7 @@ def source(url: str | None, key: str | None, store: Path | None, config: Path | 
 
 
 def stopped_store(store: Path | None, config: Path | None) -> StoppedStore:
-    """The store at --store or in the settings. Raises StoreError if the settings have none."""
+    """Return the store at --store or in the settings. Raises StoreError if the settings have none."""
     from kvshare.cli.stopped_store import StoppedStore
     from kvshare.settings import load_settings
 

@@ -79,7 +79,7 @@ def _check_objects(tools: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _reasoning(lark: LarkGrammar, *, in_reasoning: bool) -> str:
-    """The reasoning before an answer, of models that have a token for it or have begun with it."""
+    """Return the reasoning before an answer, of models that have a token for it or have begun with it."""
     if not in_reasoning and not lark.is_token("<think>"):
         return ""
     end = rf"{lark.text_until('</think>')} /\s{{0,2}}/"
@@ -157,7 +157,7 @@ def _arguments(lark: LarkGrammar, tool: Mapping[str, Any]) -> str:
 
 
 def _xml_parameters(lark: LarkGrammar, tool: Mapping[str, Any], text: str) -> Iterator[str]:
-    """Each parameter once, in the schema's order. `text`: the expression of any text and the closing tag."""
+    """Yield each parameter once, in the schema's order. `text`: the expression of text and closing tag."""
     parameters = Parameters(tool)
     end = quoted("\n</parameter>\n")
     for name in parameters.names:

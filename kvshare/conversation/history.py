@@ -19,7 +19,7 @@ _KINDS = {
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     """
-    The messages of a `Chat`: each content is one string, and arguments of calls are objects.
+    Return the messages of a `Chat`: each content is one string, and arguments of calls are objects.
 
     The role "developer" becomes "system". If an assistant's message has no content, its refusal is used. A
     tool's name, if it is missing, is that of the call it answers. Other fields are left out.
@@ -89,7 +89,7 @@ def _call(call: object, at: str) -> dict[str, Any]:
 
 
 def _arguments(function: Mapping[str, Any], at: str) -> object:
-    """The object in the JSON text, an empty one for an empty text. Other text is returned as it is."""
+    """Return the object in the JSON text, an empty one for an empty text. Other text is returned as it is."""
     text = _string(function, "arguments", at)
     try:
         arguments = json.loads(text.strip() or "{}")

@@ -53,7 +53,7 @@ class Parameters:
         return {**_mapping(self._properties.get(name)), **self._definitions}
 
     def strings(self, name: str) -> tuple[str, ...]:
-        """The values that the parameter may have, if the schema lists them and all are strings; else none."""
+        """Return the parameter's values, if the schema lists them and all are strings; else none."""
         values = _values(self._resolved(self._properties.get(name)))
         return tuple(values) if all(isinstance(value, str) for value in values) else ()
 

@@ -16,9 +16,9 @@ class AnswerParser:
     """
     Parses one answer. The joined parts do not depend on the pieces that the text comes in.
 
-    Where the answer ends inside the head of a call, before its name is complete, the head is shown as text if
-    the model ended there by itself: it may have meant that. It is not shown if the answer was cut, or had to
-    call a tool.
+    An answer may end inside the head of a call, before the tool's name is complete. If the model ended it
+    there by itself, the head is shown as text, since it may be meant as text. If the answer was cut, or had
+    to call a tool, the head is hidden.
     """
 
     def __init__(self, chat: Chat, reader: CallReader | None, *, in_reasoning: bool) -> None:
@@ -38,7 +38,7 @@ class AnswerParser:
 
     @property
     def hidden_from(self) -> int | None:
-        """The place in the answer from which on nothing is shown; None: all is."""
+        """Return the place in the answer from which on nothing is shown; None: all is."""
         return self._cursor.hidden_from
 
     def add(self, text: str) -> list[Part]:
@@ -70,7 +70,7 @@ def parser_for(chat: Chat, fmt: ToolFormat, *, in_reasoning: bool = False) -> An
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same parts, with neighbours of one kind joined."""
+    """Return the same parts, with neighbours of one kind joined."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None
@@ -87,7 +87,7 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     return result
 
 
-_TELLING = 3  # characters of a marker, by which it differs from text such as "5 <"
+_TELLING = 3  # so many characters of a marker are unlikely in other text; one or two are not: "5 <"
 
 
 class _Tail:
@@ -100,10 +100,11 @@ class _Tail:
         self._names = [str(tool["function"]["name"]) for tool in chat.tools]
 
     def hides_head(self, head: str, *, marked: bool) -> bool:
-        """Return whether to hide what may be a call's head. `marked`: by a marker, not just a bracket."""
+        """Return whether to hide what may be a call's head. `marked`: it has a marker, not just `{`."""
         return self._must_call or (self.cut and (marked or self._may_call(head)))
 
     def hides_marker(self, text: str, *, after_call: bool) -> bool:
+        """Return whether to hide text that may begin a marker. `after_call`: any text there may be one."""
         num = len(text.strip())
         return self._must_call or (self.cut and num >= (1 if after_call else _TELLING))
 
@@ -119,7 +120,7 @@ class _Tail:
 def _read_answer(
     cursor: Cursor, reader: CallReader | None, tail: _Tail, *, in_reasoning: bool, may_begin: bool
 ) -> Steps[None]:
-    """`reader`: None if no tool may be called. `may_begin`: reasoning, by `<think>` at the start."""
+    """`reader`: None if no tool may be called. `may_begin`: the answer may begin with `<think>`."""
     if in_reasoning or may_begin:
         yield from _read_reasoning(cursor, tail, begun=in_reasoning)
     calls = Calls()
@@ -207,7 +208,7 @@ def _text_before(cursor: Cursor, markers: Sequence[str], kind: type[Text | Reaso
 
 
 def _num_certain(text: str, markers: Sequence[str]) -> int:
-    """The number of characters before the first place where a marker may have begun."""
+    """Return the number of characters before the first place where a marker may have begun."""
     for start in range(max(0, len(text) - max(map(len, markers), default=0)), len(text)):
         if any(marker.startswith(text[start:]) for marker in markers):
             return start

@@ -58,7 +58,7 @@ class _Graph:
         self._steps = 0
 
     def conjunction(self, members: Sequence[_Member]) -> int:
-        """The number of the condition that one value follows all of these schemas."""
+        """Return the number of the condition that one value follows all of these schemas."""
         key = frozenset((id(schema), reads_choices) for schema, reads_choices in members)
         if key not in self._numbers:
             self._numbers[key] = self._new(_Condition())
@@ -72,7 +72,7 @@ class _Graph:
             self._conditions[number].needs = self._needs(members)
 
     def ending(self) -> set[int]:
-        """The conditions that can be met by something finite."""
+        """Return the conditions that can be met by something finite."""
         missing = [len(each.needs) if each.at_least is None else each.at_least for each in self._conditions]
         users: list[list[int]] = [[] for _ in self._conditions]
         for number, condition in enumerate(self._conditions):
@@ -145,7 +145,7 @@ class _Graph:
         return flat, choices
 
     def _object_needs(self, schemas: Sequence[Mapping[str, Any]]) -> Iterator[int]:
-        """A condition for each property that must be there."""
+        """Yield a condition for each property that must be there."""
         required = {name for schema in schemas for name in _names(schema.get("required"))}
         for name in required:
             yield self._property(schemas, name)
@@ -162,7 +162,7 @@ class _Graph:
         return self._new(_Condition(at_least=count, needs=needs))
 
     def _property(self, schemas: Sequence[Mapping[str, Any]], name: str | None) -> int:
-        """The condition of the value of a property; None: of one that no schema names."""
+        """Return the condition of the value of a property; None: of one that no schema names."""
         self._count(len(schemas))
         needs = []
         named: list[_Member] = []
@@ -178,7 +178,7 @@ class _Graph:
         return self._new(_Condition(needs=[self.conjunction(named), *needs]))
 
     def _array_needs(self, schemas: Sequence[Mapping[str, Any]]) -> Iterator[int]:
-        """A condition for each kind of item that must be there."""
+        """Yield a condition for each kind of item that must be there."""
         fewest = max((_count_of(schema, "minItems") for schema in schemas), default=0)
         heads = [_head_and_rest(schema) for schema in schemas]
         longest = max((len(head) for head, _ in heads), default=0)
@@ -192,7 +192,7 @@ class _Graph:
 
 
 def _types(schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """The types that a value of all these schemas may have. What is not a type counts as any."""
+    """Return the types that a value of all these schemas may have. What is not a type counts as any."""
     types = _CONTAINERS | _SCALARS
     for schema in schemas:
         kinds = schema.get("type")

@@ -35,7 +35,7 @@ class UnsupportedNumberError(ValueError):
 
 def with_exact_numbers(schema: Mapping[str, Any]) -> dict[str, Any]:
     """
-    The same schema with bounds that floats hold; the rest is not copied.
+    Return the same schema with bounds that floats hold; the rest is not copied.
 
     Raises:  UnsupportedNumberError for a value that would change, for bounds without a number in between, and
              for a reference to what is not a schema, such as a `default`
@@ -103,7 +103,7 @@ def _is_number(value: object) -> bool:
 
 
 def _held(number: float, towards: float) -> int | float:
-    """The number, or the next one in this direction that a float holds."""
+    """Return the number, or the next one in this direction that a float holds."""
     if isinstance(number, float):
         return number
     try:

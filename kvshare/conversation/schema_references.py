@@ -74,7 +74,7 @@ class References:
 
 
 def resolved(reference: str, base: str) -> str:
-    """The whole address, with the name of the host in small letters."""
+    """Return the whole address, with the name of the host in small letters."""
     try:
         if reference.startswith("#"):  # Python joins it to addresses of known schemes only
             return base.partition("#")[0] + reference

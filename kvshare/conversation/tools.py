@@ -35,7 +35,7 @@ class ToolFormat(StrEnum):
 
 
 def tool_format(chat_template: ChatTemplate) -> ToolFormat:
-    """The format in which the template writes earlier calls; HERMES if it has no known format."""
+    """Return the format in which the template writes earlier calls; HERMES if it has no known format."""
     text = _for_tools(chat_template)
     if "<function=" in text and "<parameter=" in text:
         return ToolFormat.QWEN_XML
@@ -69,7 +69,7 @@ class TemplateForm:
 
 def forms_for_template(chat: Chat, chat_template: ChatTemplate) -> Iterator[TemplateForm]:
     """
-    The chat in the forms that this template may take, the most usual first.
+    Yield the chat in the forms that this template may take, the most usual first.
 
     A template may reject or drop a system message, tool messages, or two messages of a user in a row, though
     the client sent none: it is the description of tools that became a system message, and results of tools
@@ -94,7 +94,7 @@ def forms_for_template(chat: Chat, chat_template: ChatTemplate) -> Iterator[Temp
 
 def with_tool_block(chat: Chat, *, in_turns: bool = False) -> TemplateForm:
     """
-    The same chat for a template that takes no tools, with messages of system, user and assistant only.
+    Return the same chat for a template that takes no tools, with messages of system, user and assistant only.
 
     If the answer may call tools, the system message ends with their description. Earlier calls become text of
     the assistant, and results of tools become text of the user.
@@ -113,7 +113,7 @@ def with_tool_block(chat: Chat, *, in_turns: bool = False) -> TemplateForm:
 
 
 def _telling_words(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The longest word of each result of a tool: a template may write the text in JSON."""
+    """Yield the longest word of each result of a tool: a template may write the text in JSON."""
     for message in messages:
         if message["role"] == "tool" and (words := re.findall("[A-Za-z0-9]+", message["content"])):
             yield max(words, key=len)

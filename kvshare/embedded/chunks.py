@@ -34,7 +34,7 @@ class PrefillChunks:
         self._last = self._before = _Turn("", -math.inf)  # the last one, and that of another tenant
 
     def next(self, tenant: str, *, others_decode: bool, seconds: Callable[[int], float]) -> int:
-        """The tokens of the next chunk of this tenant. `seconds`: that so many take, by measured rates."""
+        """Return the tokens of this tenant's next chunk. `seconds`: that so many take, by measured rates."""
         chunk = max(1, self._whole // 4) if others_decode else self._whole
         if self._takes_turns(tenant):
             while chunk > max(1, self._whole // 16) and seconds(chunk) > _SHORT_S:

@@ -33,7 +33,7 @@ class RunningPrefill(Protocol):
 
     @property
     def plan(self) -> Plan | NoPlan:
-        """The plan as it is carried out."""
+        """Return the plan as it is carried out."""
 
     def advance(self, *, max_queries: int) -> tuple[int, torch.Tensor | None]:
         """Run one pass. Returns how many tokens it computed and, from the last pass, logits (V,)."""
@@ -69,7 +69,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
     @property
     @abstractmethod
     def unsupported_reason(self) -> str:
-        """The reason why not everything can be shared; empty if it can."""
+        """Return the reason why not everything can be shared; empty if it can."""
 
     @property
     def fingerprint(self) -> str:

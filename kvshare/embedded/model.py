@@ -83,7 +83,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
 
     @property
     def unsupported_reason(self) -> str:
-        """The reason why rows of some layer cannot be moved; empty if all can."""
+        """Return the reason why rows of some layer cannot be moved; empty if all can."""
         problem = why_not_movable(self.verifications)
         return (frequency_tables(self.network)[1] or problem) if problem else ""
 
@@ -180,9 +180,9 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
 
     def _error_of_fused(self, logits: torch.Tensor) -> float:
         """
-        The error of these logits relative to the model with its fused attention (SDPA), which keeps sums in
-        float32 as ours does. In bfloat16 the eager one rounds scores, which large biases of keys amplify:
-        for Qwen2.5-Coder-1.5B it differs from the fused one by .19, and ours does not.
+        Return the error of these logits relative to the model with its fused attention (SDPA), which keeps
+        sums in float32 as ours does. In bfloat16 the eager one rounds scores, which large biases of keys
+        amplify: for Qwen2.5-Coder-1.5B it differs from the fused one by .19, and ours does not.
         """
         try:
             expected, _ = self._unmodified("sdpa")

@@ -13,7 +13,7 @@ from kvshare.kv.listening import Listener
 from kvshare.kv.scoring import Scoring
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
-from kvshare.sharing.selection import RepairChoice, choose, num_listening_layers, repairable
+from kvshare.sharing.repair_choice import RepairChoice, choose, num_listening_layers, repairable
 
 Compute = Callable[[PartialPass, TokenIds], torch.Tensor]
 """Computes the KV of a pass's positions in place. Returns the logits after its last one, (V,) float32."""

@@ -91,7 +91,7 @@ class EmbeddedServer:
 
     @property
     def shared_model(self) -> EmbeddedModel:
-        """The model, if its KV is shared. Raises UnshareableError if it is not."""
+        """Return the model, if its KV is shared. Raises UnshareableError if it is not."""
         if not isinstance(self.model, EmbeddedModel):
             raise UnshareableError(self.model.unsupported_reason)
         return self.model
@@ -160,7 +160,7 @@ def load_model(settings: Settings, stopping: threading.Event) -> tuple[DecoderMo
 
 
 def namespace_fields(model: DecoderModel[Any], encoder: PromptEncoder) -> dict[str, str]:
-    """The fields of `Namespace` that depend on the model."""
+    """Return the fields of `Namespace` that depend on the model."""
     layout = model.layout
     return {
         "model": model.name,
@@ -207,7 +207,7 @@ def _runtime(
     stored: StoredKV,
     tenants: Tenants,
 ) -> AbstractAsyncContextManager[Runtime[MemoryKeeper[SegmentKV]]]:
-    """The runtime, with the prompts whose KV is on disk."""
+    """Return the runtime, with the prompts whose KV is on disk."""
     return open_runtime(
         settings,
         open_tree=stored.open_tree,

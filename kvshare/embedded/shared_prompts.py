@@ -67,7 +67,7 @@ class SharedPrompts:
 
     @property
     def num_waiting(self) -> int:
-        """The number of prompts of which others are still to be informed."""
+        """Return the number of prompts of which others are still to be informed."""
         return len(self._waiting)
 
     def note(self, node: Node) -> None:

@@ -71,7 +71,7 @@ class Task:
 
     @property
     def _num_to_compute(self) -> int:
-        """The number of tokens that the prefill computes, including those only computed to choose repairs."""
+        """Return the number of tokens that the prefill computes, also to choose repairs."""
         if isinstance(self._carried_out, Plan):
             return self._carried_out.num_computed + self._carried_out.num_selecting
         return self.request.prompt.num_tokens
@@ -95,7 +95,7 @@ class Task:
 
     @property
     def computed(self) -> Computed[SegmentKV]:
-        """The tokens and KV of the first choice: the prompt, and all generated tokens but the last."""
+        """Return the tokens and KV of the first choice: the prompt, and all generated tokens but the last."""
         generated = np.asarray(self._choices[0].generated[:-1], dtype=np.int32)
         return self._computed(token_ids(np.concatenate([self._prompt, generated])))
 

@@ -174,7 +174,7 @@ class PromptEncoder:
         return Prompt(array, PromptText(last_user_turn="", body=body))
 
     def decode_tokens(self, ids: Sequence[int]) -> str:
-        """The text of token ids, with special ones. Raises RequestError as `encode_tokens` does."""
+        """Return the text of token ids, with special ones. Raises RequestError as `encode_tokens` does."""
         self._check_vocabulary(ids, param="tokens")
         text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text

@@ -83,7 +83,7 @@ class _Client:
         await self._session.close()
 
     async def _json(self, path: str, *, body: Body = None, wait_s: float = 0.0) -> Any:
-        """The JSON of an answer with status 200. Raises UpstreamError with the address and the problem."""
+        """Return the JSON of an answer with status 200. Raises UpstreamError with address and problem."""
         raw = await self._read(path, body=body, wait_s=wait_s)
         try:
             return json.loads(raw)
@@ -160,7 +160,7 @@ class VllmClient(_Client):
 
     async def complete(self, body: Mapping[str, Any], *, headers: Mapping[str, str]) -> float:
         """
-        The seconds until the first token of a streamed completion, when all of it has come.
+        Return the seconds until the first token of a streamed completion, when all of it has come.
 
         Raises:  UpstreamError; TimeoutError if vLLM does not answer in time
         """
@@ -186,7 +186,7 @@ class VllmClient(_Client):
         await self._read("/health")
 
     async def list_models(self) -> list[Mapping[str, Any]]:
-        """All that vLLM lists, adapters too."""
+        """Return all that vLLM lists, adapters too."""
         document = await self._json("/v1/models")
         entries = document.get("data") if isinstance(document, Mapping) else None
         if not isinstance(entries, list):
@@ -194,7 +194,7 @@ class VllmClient(_Client):
         return [entry for entry in entries if isinstance(entry, Mapping)]
 
     async def models(self) -> ServedModels:
-        """The base models: those without a parent. An adapter names its base model as parent."""
+        """Return the base models: those without a parent. An adapter names its base model as parent."""
         base = [entry for entry in await self.list_models() if not entry.get("parent")]
         lengths = [entry["max_model_len"] for entry in base if isinstance(entry.get("max_model_len"), int)]
         return ServedModels(tuple(str(entry.get("id")) for entry in base), min(lengths, default=0))
@@ -207,7 +207,7 @@ class VllmClient(_Client):
 
     async def render(self, path: str, body: bytes) -> list[RenderedPrompt]:
         """
-        The prompts that vLLM would compute for a body sent to `path`, from vLLM's `/render`.
+        Return the prompts that vLLM would compute for a body sent to `path`, from vLLM's `/render`.
 
         Raises:  UpstreamError, with a status in NO_ROUTE if vLLM does not have this route
         """
@@ -275,7 +275,7 @@ class ControlClient(_Client):
 
 
 def _sent(body: bytes | None) -> bytes | io.BytesIO | None:
-    """A body as aiohttp takes it: in one piece, a large one would hold up everything else."""
+    """Return a body as aiohttp takes it: in one piece, a large one would hold up everything else."""
     return io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body or None
 
 

@@ -126,7 +126,7 @@ class VllmEngine(ServedEngine[FleetServer]):
         return {each.namespace(owner).digest for each in self.fleet.replicas if each.info is not None}
 
     async def explain(self, incoming: Incoming) -> dict[str, Any]:
-        """The plan and the replica that this request would get; JSON-ready. Nothing is sent."""
+        """Return the plan and the replica that this request would get; JSON-ready. Nothing is sent."""
         assert incoming.prompt is not None, "only tokenized requests can be explained"
         route = await self.server.router.find(incoming)
         document = await asyncio.to_thread(
@@ -231,7 +231,7 @@ def _runtime(
     settings: Settings, fleet: Fleet, tenants: Tenants
 ) -> AbstractAsyncContextManager[Runtime[ReplicaKeeper]]:
     def new_tree() -> tuple[DeltaTree, Forgotten]:
-        """The prompts of the last run. Their namespaces contain model and replica."""
+        """Return the prompts of the last run. Their namespaces contain model and replica."""
         loss = "KV of earlier prompts in the replicas is dropped, and such prompts are computed again"
         return open_tree(settings.store.path, identity=IDENTITY, loss=loss), ()
 

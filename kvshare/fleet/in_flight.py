@@ -72,7 +72,7 @@ class InFlight:
         return request
 
     def donors(self) -> frozenset[NodeId]:
-        """The donors of all tickets in flight: they must not be evicted."""
+        """Return the donors of all tickets in flight: they must not be evicted."""
         plans = (request.routed.plan for request in self._by_ticket_id.values())
         return frozenset(donor for plan in plans if isinstance(plan, Plan) for donor in plan.donors)
 

@@ -79,7 +79,7 @@ def _num_loaded(copy: WireCopy, num_local: int) -> int:
 
 
 def _pass(plan: Plan) -> PrefillWork:
-    """The partial pass by itself. vLLM computes the tail after the last copy in its own pass."""
+    """Return the partial pass by itself. vLLM computes the tail after the last copy in its own pass."""
     end = plan.copies[-1].target.end
     spans = [span for span in plan.placeholders if span.start < end]
     num_tokens = sum(map(len, spans))

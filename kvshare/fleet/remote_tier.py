@@ -127,7 +127,7 @@ class RemoteTier:
         self._send([replica] if orphans else ())
 
     def take_dropped(self, replica: str) -> list[SegmentId]:
-        """The segments that a replica must drop; the caller sends them."""
+        """Return the segments that a replica must drop; the caller sends them."""
         memory = self.memories[replica]
         with self._lock:
             dropped, memory.dropped = memory.dropped, []
@@ -139,7 +139,7 @@ class RemoteTier:
             self.memories[replica].dropped.extend(segment_ids)
 
     def take_orphans(self, replica: str) -> list[SegmentId]:
-        """The same, of those that stay in a shared store."""
+        """Return the same, of those that stay in a shared store."""
         memory = self.memories[replica]
         with self._lock:
             orphans, memory.orphans = memory.orphans, []

@@ -14,7 +14,7 @@ _IMAGE = "image"  # other media are not shared
 
 def read_media(features: object) -> tuple[Medium, ...] | None:
     """
-    The media of `features` in vLLM's answer, ascending; none for a text.
+    Return the media of `features` in vLLM's answer, ascending; none for a text.
 
     Returns: None for other media than images, and for what is not understood: such a prompt is not shared
     """
@@ -30,7 +30,7 @@ def read_media(features: object) -> tuple[Medium, ...] | None:
 
 
 def _images(features: object, name: str) -> list[object] | None:
-    """The entries of a member; None if there are others than those of images."""
+    """Return the entries of a member; None if there are others than those of images."""
     by_modality = features.get(name) if isinstance(features, Mapping) else None
     if not isinstance(by_modality, Mapping) or any(by_modality[key] for key in by_modality if key != _IMAGE):
         return None

@@ -22,7 +22,8 @@ class Renderer:
 
     async def render(self, path: str, body: bytes) -> list[RenderedPrompt] | None:
         """
-        The prompts that vLLM would compute for a body sent to `path`; None if no replica has `/render`.
+        Return the prompts that vLLM would compute for a body sent to `path`; None if no replica has
+        `/render`.
 
         Raises:  NoReplicaError, UpstreamError
         """

@@ -121,12 +121,12 @@ class Replica:
             self.requests.discard(request)
 
     def being_prefilled(self) -> list[RoutedRequest]:
-        """The requests in flight whose first token has not come."""
+        """Return the requests in flight whose first token has not come."""
         return [request for request in self.requests if not request.progress.is_prefilled]
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The header that sends a request to this rank; empty until the connector reports its rank."""
+        """Return the header that sends a request to this rank; empty until the connector reports its rank."""
         rank = self.info.data_parallel_rank if self.info is not None else None
         return {} if rank is None else {RANK_HEADER: str(rank)}
 
@@ -137,11 +137,11 @@ class Replica:
 
     @property
     def holder(self) -> str:
-        """The name under which its readable KV is held: its own, or that of all who share its store."""
+        """Return the name under which its readable KV is held: its own, or its shared store's."""
         return self.info.shared_store if self.info is not None and self.info.shared_store else self.name
 
     def namespace(self, owner: Owner) -> Namespace:
-        """An owner's namespace in the KV that this replica reads. Only for replicas that share."""
+        """Return an owner's namespace in the KV that this replica reads. Only for replicas that share."""
         assert self.info is not None, "namespaces are for replicas that share"
         parts = {name: self.info.namespace_fields[name] for name in NAMESPACE_FIELDS}
         return Namespace(**asdict(owner), **parts, holder=self.holder)
@@ -157,7 +157,7 @@ class Fleet:
 
     def serving(self) -> list[Replica]:
         """
-        The replicas that take requests, those with fewest requests first; equal ones in rotation.
+        Return the replicas that take requests, those with fewest requests first; equal ones in rotation.
 
         Only `advance_rotation` changes the rotation.
         """
@@ -181,7 +181,7 @@ class Fleet:
         return bool(sharing) and all(one.info is not None and one.info.can_share_media for one in sharing)
 
     def idlest(self, *, without: Collection[Replica] = ()) -> Replica:
-        """The serving replica with fewest requests. Raises NoReplicaError."""
+        """Return the serving replica with fewest requests. Raises NoReplicaError."""
         replica = next((entry for entry in self.serving() if entry not in without), None)
         if replica is None:
             raise NoReplicaError

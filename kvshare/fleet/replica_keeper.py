@@ -241,7 +241,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         return self._lengthen(replica, node, draft, held)
 
     def _lengthen(self, replica: str, node: Node, draft: NodeDraft, held: Collection[NodeId]) -> Node | None:
-        """The prompt's node, with the answer added if it fits; None if the prompt was evicted."""
+        """Return the prompt's node, with the answer added if it fits; None if the prompt was evicted."""
         now = self.tree.get(node.node_id)
         if now is None:
             return None
@@ -264,7 +264,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         return not self._begins(draft.parent, tokens) and self._is_wanted(draft.namespace, tokens)
 
     def _prompt_of(self, draft: NodeDraft, num_prompt: int) -> NodeDraft | None:
-        """The draft without the answer; None if they share a segment or the prompt gets no node."""
+        """Return the draft without the answer; None if they share a segment or the prompt gets no node."""
         is_apart = any(segment.first_position == num_prompt for segment in draft.new_segments)
         if not is_apart or not self._makes_a_node(draft, num_prompt):
             return None

@@ -27,7 +27,7 @@ def draft_of(
     request: RoutedRequest, report: Prefilled | FinishedReport, *, node_of: Callable[[NodeId], Node | None]
 ) -> NodeDraft | None:
     """
-    The node for what a replica retained of a request, from the executed plan and the new segments.
+    Return the node for what a replica retained of a request, from the executed plan and the new segments.
 
     Returns: None if nothing was retained
     Raises:  BadReportError if copies and segments do not cover the retained positions exactly once

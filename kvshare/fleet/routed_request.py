@@ -145,7 +145,7 @@ class RoutedRequest:
 
     def rendered_for(self, vllm_url: str) -> bytes | None:
         """
-        The prompt as a list of token ids in JSON, for vLLM's `kv_transfer_params.prompt_token_ids`.
+        Return the prompt as a list of token ids in JSON, for vLLM's `kv_transfer_params.prompt_token_ids`.
 
         vLLM then computes these tokens and does not apply template and tokenizer once more. Only for requests
         with a ticket, and for the vLLM that rendered them: another one may have another template.

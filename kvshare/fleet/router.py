@@ -115,9 +115,9 @@ class Router:
 
     def _comparing(self, request: RoutedRequest, replica: Replica) -> Ticket | None:
         """
-        A ticket that shares and stores nothing: with drafts, the replica reports how many steps the answer
-        takes. For what is served unshared as an experiment, and for what might have been shared and finds
-        nothing, so that both kinds are of all requests.
+        Return a ticket that shares and stores nothing: with drafts, the replica reports how many steps the
+        answer takes. For what is served unshared as an experiment, and for what might have been shared and
+        finds nothing, so that both kinds are of all requests.
         """
         prompt, treatment = request.incoming.prompt, request.treatment
         is_compared = treatment.block is not None and treatment.refusal is not Reason.REDUCED
@@ -268,8 +268,8 @@ class Router:
 
 def choose(lookups: Mapping[Replica, Lookup], settings: VllmSettings) -> Replica:
     """
-    The replica with the shortest expected prefill; among equal ones that with fewest requests, then the
-    first.
+    Return the replica with the shortest expected prefill; among equal ones that with fewest requests, then
+    the first.
 
     Overloaded replicas are skipped unless all are: those with `max_inflight` requests, or `max_imbalance`
     more than the idlest one.

@@ -95,7 +95,7 @@ class StartMeasurement:
         return {PREFILL, PASS, LOAD} <= self._cost.measured
 
     async def _idle(self, replicas: Collection[Replica]) -> Replica:
-        """One of them that has had no request for a while. Raises _BusyError."""
+        """Return one of them that has had no request for a while. Raises _BusyError."""
         quiet_since: dict[Replica, float] = {}
         until = time.monotonic() + _PATIENCE_S
         while (now := time.monotonic()) < until:
@@ -130,7 +130,7 @@ class StartMeasurement:
         )
 
     async def _measure_length(self, replica: Replica, length: int, info: ReplicaInfo) -> float:
-        """A full prefill, and a near-duplicate if both have room. Returns the seconds of the first."""
+        """Return a full prefill, and a near-duplicate if both have room. Returns the seconds of the first."""
         has_room = 2 * length * info.bytes_per_token <= info.budget_bytes - info.num_bytes
         for _ in range(_TRIES):  # each with tokens that vLLM has not seen
             tokens = self._tokens(length)
@@ -178,7 +178,7 @@ def lengths_for(info: ReplicaInfo) -> list[int]:
 
 
 def with_edits(tokens: TokenIds, others: TokenIds) -> TokenIds:
-    """The prompt with the tokens of another one where `plan_of_copies` has placeholders."""
+    """Return the prompt with the tokens of another one where `plan_of_copies` has placeholders."""
     edited = tokens.copy()
     for hole in _holes(len(tokens)):
         edited[hole.start : hole.end] = others[hole.start : hole.end]

@@ -21,8 +21,8 @@ def ticket_for(
     disk_s: float = 0.0,
 ) -> Ticket:
     """
-    The plan for the connector. Without a plan the prompt may still be retained. `disk_s`: how long reads from
-    disk are waited for; 0: as long as the connector allows.
+    Return the plan for the connector. Without a plan the prompt may still be retained. `disk_s`: how long
+    reads from disk are waited for; 0: as long as the connector allows.
     """
     ticket = Ticket(ticket_id, namespace, digest_of(prompt), len(prompt), store=store)
     if isinstance(plan, NoPlan):
@@ -37,7 +37,7 @@ def ticket_for(
 
 
 def wire_order(plan: Plan) -> WireOrder | None:
-    """The plan's repair order for the connector, which fills slots up to `end`; vLLM computes the rest."""
+    """Return the plan's repair order for the connector, which fills slots up to `end`. vLLM does the rest."""
     if plan.order is None:
         return None
     return WireOrder(

@@ -40,7 +40,7 @@ class TokenList:
 
 
 def ids_of(values: object) -> TokenIds:
-    """The token ids of a decoded list. Raises ValueError if it has anything else."""
+    """Return the token ids of a decoded list. Raises ValueError if it has anything else."""
     if not isinstance(values, list) or set(map(type, values)) - {int}:
         raise ValueError("expected a list of token ids")
     return token_ids(values)
@@ -48,7 +48,7 @@ def ids_of(values: object) -> TokenIds:
 
 def read_entries(raw: bytes, name: str) -> list[tuple[Mapping[str, Any], TokenList]]:
     """
-    The objects of a JSON answer, which is one or a list of them, each with its token ids under `name`.
+    Return the objects of a JSON answer, which is one or a list of them, each with its token ids under `name`.
 
     Raises:  ValueError for what is not such JSON
     """
@@ -63,7 +63,7 @@ def read_entries(raw: bytes, name: str) -> list[tuple[Mapping[str, Any], TokenLi
 
 
 def _decoded(raw: bytes, name: str) -> tuple[list[Any], bytes | None]:
-    """The objects, and the first one's list if it was cut out; that object then has None in its place."""
+    """Return the objects, and the first one's list if it was cut out: the object then has None there."""
     beginning = _beginning(name).search(raw)
     if beginning is not None and (end := raw.find(b"]", beginning.end())) >= 0:
         start = beginning.end() - 1

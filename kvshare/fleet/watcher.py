@@ -203,7 +203,7 @@ class Watcher:
 
 
 def _missing_fields(info: ReplicaInfo) -> list[str]:
-    """All of them while it starts. One that shares nothing may have no worker that knows their values."""
+    """Return all of them while it starts. If it shares nothing, no worker may know their values."""
     fields = info.namespace_fields
     return [name for name in NAMESPACE_FIELDS if name not in fields or (info.shares and not fields[name])]
 

@@ -24,7 +24,7 @@ class Matcher(Protocol):
     """The state of one answer in its grammar."""
 
     def mask(self) -> bytes:
-        """The tokens that may come next, a bit each. Raises UnsupportedGrammarError beyond the limits."""
+        """Return the tokens that may come next, a bit each. Raises UnsupportedGrammarError at limits."""
 
     def take(self, token_id: int) -> bool:
         """Advance by a token. Returns whether the answer is complete."""
@@ -40,7 +40,7 @@ class Compiler(Protocol):
 
 
 def new_compiler(setup: Mapping[str, Any]) -> Compiler:
-    """The compiler that the first frame asks for. Raises UnsupportedGrammarError."""
+    """Return the compiler that the first frame asks for. Raises UnsupportedGrammarError."""
     if setup["kind"] == "vllm":
         from kvshare.grammar_pool.vllm_formats import VllmFormats
 
@@ -103,7 +103,7 @@ class LlguidanceMatcher:
 
 
 def short_message(error: str) -> str:
-    """The message of llguidance in one line, without its excerpt of the grammar, which may be long."""
+    """Return the message of llguidance in one line, without its excerpt of the grammar, which may be long."""
     lines = [line.strip() for line in error.splitlines() if line.strip()] or ["it does not compile"]
     line = lines[0].rpartition("failed to compile JSON schema: ")[2]
     if line.startswith("panic"):  # llguidance counts symbols with 16 bits

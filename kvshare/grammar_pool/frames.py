@@ -51,7 +51,7 @@ class Frame:
 
     @property
     def number(self) -> int:
-        """The token id of a TAKE, the process id of READY."""
+        """Return the token id of a TAKE, the process id of READY."""
         (number,) = _NUMBER.unpack(self.payload)
         return int(number)
 
@@ -78,7 +78,7 @@ class FrameReader:
         self._received = bytearray()
 
     def feed(self, received: bytes) -> Iterator[Frame]:
-        """The frames that these bytes complete."""
+        """Yield the frames that these bytes complete."""
         self._received += received
         while len(self._received) >= _HEAD.size:
             kind, choice, length = _HEAD.unpack_from(self._received)
@@ -91,7 +91,7 @@ class FrameReader:
 
 
 def frames_of(connection: socket.socket) -> Iterator[Frame]:
-    """The frames of a blocking socket, until the other side closes it."""
+    """Yield the frames of a blocking socket, until the other side closes it."""
     reader = FrameReader()
     while received := connection.recv(_READ_BYTES):
         yield from reader.feed(received)

@@ -81,7 +81,7 @@ class RemoteMatcher:
 
     def poll(self, choice: int, *, wait_s: float) -> Frame | None:
         """
-        The next reply for a choice; None if there is none yet.
+        Return the next reply for a choice; None if there is none yet.
 
         Raises:  UnsupportedFormatError if the grammar can be followed no further
         """

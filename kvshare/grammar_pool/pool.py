@@ -105,7 +105,7 @@ class GrammarPool:
             ) from None
 
     async def _fork(self) -> socket.socket:
-        """A connection to a new process. Raises EngineError, and what `_start` does."""
+        """Return a connection to a new process. Raises EngineError, and what `_start` does."""
         for _ in range(2):  # the first process may have died since
             if self._starting is None:
                 self._starting = asyncio.ensure_future(asyncio.to_thread(self._start))

@@ -72,7 +72,7 @@ class VllmFormats:
                 _try(library, "json", text)
 
     def _chosen(self, kind: str, text: str, backend: str) -> Iterator[_Compile]:
-        """The libraries that vLLM will compile this with."""
+        """Yield the libraries that vLLM will compile this with."""
         if backend in self._libraries:
             yield self._libraries[backend]
             return
@@ -145,7 +145,7 @@ class VllmFormats:
     @cached_property
     def _xgrammar_library(self) -> types.SimpleNamespace:
         """
-        Those parts of xgrammar that compile. Raises ImportError.
+        Return those parts of xgrammar that compile. Raises ImportError.
 
         Its package imports torch and transformers for other parts, which takes half a gigabyte and seconds.
         So its modules are imported without its `__init__`, and with an empty module instead of transformers.
@@ -204,7 +204,7 @@ def _vocabulary() -> Iterator[bytes]:
 
 
 def _objects(schema: str) -> Iterator[Mapping[str, Any]]:
-    """All objects of a JSON text, from the outside."""
+    """Yield all objects of a JSON text, from the outside."""
     waiting: list[Any] = [json.loads(schema)]
     while waiting:
         value = waiting.pop()
@@ -251,7 +251,7 @@ def _leaves_by_patterns(schema: Mapping[str, Any]) -> bool:
 
 
 def _tagged(tag: Mapping[str, Any], llguidance: types.ModuleType) -> str:
-    """The older form of structural tags, which is the only one that vLLM gives to llguidance."""
+    """Return the older form of structural tags, which is the only one that vLLM gives to llguidance."""
     tags = [
         llguidance.StructTag(
             trigger=next(each for each in tag["triggers"] if part["begin"].startswith(each)),

@@ -127,7 +127,7 @@ def _take(matcher: Matcher, frame: Frame, connection: socket.socket) -> None:
 
 
 def _niced(compile_: Callable[[], Matcher | None]) -> Matcher | None:
-    """The result of a function, computed with a lower priority than what comes later in this process."""
+    """Return the function's result, computed at a lower priority than later work of this process."""
     results: list[Matcher | None] = []
     errors: list[BaseException] = []
 

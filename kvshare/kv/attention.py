@@ -53,7 +53,7 @@ class PartialPass:
 
     @property
     def num_visible(self) -> int:
-        """The number of slots to which any query may attend: up to the end of the last run."""
+        """Return the number of slots to which any query may attend: up to the end of the last run."""
         return self.runs[-1].end
 
     @cached_property

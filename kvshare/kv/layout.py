@@ -31,7 +31,7 @@ class Reach:
     is_chunked: bool = False
 
     def first(self, position: int) -> int:
-        """The first slot that a token at this position sees."""
+        """Return the first slot that a token at this position sees."""
         return int(self.firsts(torch.tensor(position)))
 
     def firsts(self, positions: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Reach:
         return (positions - self.size + 1).clamp(min=0)
 
     def seen(self, computed: Sequence[Span]) -> tuple[Span, ...] | None:
-        """The slots that tokens of these spans see, merged; None for all slots."""
+        """Return the slots that tokens of these spans see, merged; None for all slots."""
         if self.size is None:
             return None
         return merge([Span(self.first(span.start), span.end) for span in computed])
@@ -227,7 +227,7 @@ class KVLayout:
 
     @property
     def rotation(self) -> Movement | None:
-        """The rotation of the keys if all layers have the same one and values do not move; else None."""
+        """Return the rotation of the keys if all layers have the same and values do not move; else None."""
         movements = {
             name: {m for p in self.planes if p.name == name for m in p.movements} for name in ("k", "v")
         }

@@ -13,8 +13,8 @@ from delta_tree import Span
 from kvshare.kv.layout import PLAIN, AttentionForm, Reach
 from kvshare.kv.to_device import to_device
 
-# Products and weights that a GPU computes at once: one head at a time would be a dozen launches for each. On
-# a CPU, those of one head fit its caches.
+# Bytes of products and weights that a GPU computes at once: head by head, it would launch a dozen kernels for
+# each. A CPU computes one head at a time, as its products and weights fit the caches.
 _MAX_BYTES = 128 * 1024**2
 _BYTES = 4  # of a product and its weight, 16 bits each
 
@@ -140,7 +140,7 @@ class ListeningRows:
 
 def hidden(positions: torch.Tensor, slots: Span, reach: Reach, *, first: int = 0) -> torch.Tensor:
     """
-    (N, up to len(slots)) which of the last slots of a span are hidden from rows at these positions.
+    Return (N, up to len(slots)): whether a slot of the span is hidden from the row at each position.
 
     If the rows see all earlier slots, the first `first` slots are left out, because every row sees them.
     """
@@ -165,15 +165,15 @@ def attention(
     """
     Compute causal attention weights in float32. Rows sum to 1; with sinks, to less.
 
-    `rounds`: if keys are bfloat16 and the form is plain, weights are bfloat16, too, to save memory.
+    If keys have 16 bits and the form is plain, products have 16 bits, too. So the mean of all keys is
+    subtracted first: that changes no weight, and each product is rounded by less.
 
-    With 16-bit keys and a plain form, products have 16 bits, too. The mean of all keys is subtracted before:
-    that changes no weight, but otherwise each product's rounding would include it. `first`: lowest position;
-    `group`: the number of this group of query heads, or of the first of several; `first_slot`: the slot of
-    the first key; `hidden_slots`: see `hidden`, where the caller has them.
+    `rounds`: then bfloat16 keys give bfloat16 weights, to save memory. `first`: the lowest position. `group`:
+    the number of this group of query heads, or of the first of several. `first_slot`: the slot of the first
+    key. `hidden_slots`: the result of `hidden`, if the caller has it.
     Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), or (H, G, N, D)
-             and (H, S, D); slots from `first_slot` on, of which hidden ones may be NaN in other forms than
-             the plain one -> (G, N, S) or (H, G, N, S)
+             and (H, S, D), slots from `first_slot` on -> (G, N, S) or (H, G, N, S). Unless the form is plain,
+             hidden slots may be NaN
     """
     num_slots, dim = key.shape[-2:]
     factor = dim**-0.5 if scaling is None else scaling
@@ -200,7 +200,7 @@ def attention(
 
 
 def _mean(key: torch.Tensor) -> torch.Tensor:
-    """(..., 1, D) the mean of all keys, added up in float32: a GPU does so by itself, a CPU does not."""
+    """Return the mean of all keys, (..., 1, D), summed in float32. A GPU does so unasked, a CPU does not."""
     if key.device.type != "cpu":
         return key.mean(dim=-2, keepdim=True)
     return key.mean(dim=-2, keepdim=True, dtype=torch.float32).to(key.dtype)

@@ -106,7 +106,7 @@ class Movement:
 
     @property
     def pairs(self) -> tuple[slice, slice]:
-        """The rotated dimensions: the first and the second ones of all pairs."""
+        """Return the rotated dimensions: the first and the second ones of all pairs."""
         if self.pairing == "interleaved":
             return slice(self.first, self.end, 2), slice(self.first + 1, self.end, 2)
         middle = self.first + len(self.frequencies)

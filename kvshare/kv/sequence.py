@@ -64,7 +64,7 @@ class SegmentKV(KeysAndValues):
         )
 
     def rows(self) -> tuple[NDArray[np.uint8], ...]:
-        """The bytes of each plane, (L, bytes of a layer), in the same memory."""
+        """Return the bytes of each plane, (L, bytes of a layer), in the same memory."""
         return tuple(plane.contiguous().flatten(1).view(torch.uint8).numpy() for plane in self.planes)
 
     @property
@@ -111,7 +111,7 @@ class SequenceKV(KeysAndValues):
 
     @property
     def bytes_per_token(self) -> int:
-        """The KV bytes of one slot in all layers."""
+        """Return the KV bytes of one slot in all layers."""
         return self.layout.bytes_per_token
 
     def reserve(self, num_tokens: int) -> None:
@@ -142,7 +142,7 @@ class SequenceKV(KeysAndValues):
         computed: Sequence[Span] | None = None,
     ) -> int:
         """
-        The KV editor: write every copy into its target slots. All other slots stay as they are.
+        Write every copy into its target slots: the paper's KV editor. All other slots stay as they are.
 
         Rows are always moved from the original segment, never from a copy that was moved before. With
         `computed`, layers with windows or chunks get only the slots that these spans and later tokens see.

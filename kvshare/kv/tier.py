@@ -70,7 +70,7 @@ class Tier(Protocol):
 
     @property
     def on_disk(self) -> Container[SegmentId]:
-        """The segments that must be read from disk."""
+        """Return the segments that must be read from disk."""
 
     def __contains__(self, segment_id: object) -> bool: ...
 
@@ -126,7 +126,7 @@ class SegmentTable(Generic[SizedT]):
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        """The budgets for which prompts are evicted."""
+        """Return the budgets for which prompts are evicted."""
         return (self,)
 
     def add(self, segment_id: SegmentId, entry: SizedT) -> None:
@@ -182,7 +182,7 @@ class MemoryTier(SegmentTable[_Stored]):
     def fetch(
         self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf, doubt_s: float = math.inf
     ) -> Fetched:
-        """The segments whose bytes still have their checksums; the others are missing."""
+        """Return the segments whose bytes still have their checksums; the others are missing."""
         wanted = frozenset(segment_ids)
         entries = ((segment_id, self._entries.get(segment_id)) for segment_id in wanted)
         segments = {

@@ -114,7 +114,7 @@ def _why_nothing(source: str, format_name: str, num_rows: int, reasons: Mapping[
 
 
 def _named(name: str) -> Format:
-    """The format of this name; "plain:FIELD" has its prompts in that field."""
+    """Return the format of this name; "plain:FIELD" has its prompts in that field."""
     base, _, field = name.partition(":")
     if base == "plain" and field:
         return replace(FORMATS[base], convert=lambda row, blank: prompts.read_field(row, blank, field))
@@ -124,7 +124,7 @@ def _named(name: str) -> Format:
 
 
 def _detected(source: str, head: list[tuple[int, Row | RowFault]]) -> Format:
-    """The first format as which any of these rows can be read; if none can be, the first that fits any."""
+    """Return the first format that reads any of these rows; if none does, the first that fits any."""
     if not head:
         raise LogError(f"{source} is empty: it has no rows")
     rows = [raw for _, raw in head if not isinstance(raw, RowFault)]

@@ -72,7 +72,7 @@ def _conversation(
     row: Row, blank: LoggedRequest, messages: tuple[Message, ...], user: str | None = None, times: Times = ()
 ) -> LoggedRow:
     """
-    A request after every user message, and after every tool result that the assistant goes on from.
+    Return a request after every user message, and after every tool result that the assistant goes on from.
 
     `times[i]` is when the request that ends with message i was made.
     """

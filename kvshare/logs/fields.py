@@ -21,12 +21,12 @@ _T = TypeVar("_T")
 
 
 def first(row: Mapping[str, Any], *names: str) -> Any:
-    """The first of these fields that is not null; None if there is none."""
+    """Return the first of these fields that is not null; None if there is none."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def unpacked(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row with its messages and bodies as what they are, where the log has them as JSON text."""
+    """Return the row with its messages and bodies as what they are, where the log has them as JSON text."""
     found = {name: parsed(row[name]) for name in AS_JSON if isinstance(row.get(name), str)}
     return {**row, **found} if found else row
 
@@ -44,20 +44,20 @@ def parsed(value: object) -> object:
 
 
 def optional(check: Callable[[object], _T], row: Mapping[str, Any], *names: str) -> _T | None:
-    """The first of these fields, checked; None where there is none."""
+    """Return the first of these fields, checked; None where there is none."""
     value = first(row, *names)
     return None if value is None else check(value)
 
 
 def of_type(kind: type[_T], value: object) -> _T:
-    """The value itself. Raises MISSING_FIELD for None and WRONG_TYPE for any other value of another type."""
+    """Return the value itself. Raises MISSING_FIELD for None, WRONG_TYPE for a value of another type."""
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RowError(RowFault.MISSING_FIELD if value is None else RowFault.WRONG_TYPE)
     return value
 
 
 def text(value: object) -> str:
-    """Any string that can be written as UTF-8, empty or not."""
+    """Return any string that can be written as UTF-8, empty or not."""
     string = of_type(str, value)
     if not string.isascii():
         try:
@@ -68,13 +68,13 @@ def text(value: object) -> str:
 
 
 def language(row: Mapping[str, Any]) -> str:
-    """The log's word for the language; "unknown" if there is none."""
+    """Return the log's word for the language; "unknown" if there is none."""
     named = first(row, *LANGUAGE)
     return (text(named) if isinstance(named, str) else "") or "unknown"
 
 
 def optional_id(row: Mapping[str, Any], *names: str) -> str | None:
-    """A string or a whole number, as a string; None where there is none, or where all are empty."""
+    """Return a string or a whole number, as a string; None where there is none, or where all are empty."""
     value = next((row[name] for name in names if row.get(name) not in (None, "")), None)
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
@@ -82,7 +82,7 @@ def optional_id(row: Mapping[str, Any], *names: str) -> str | None:
 
 
 def count(value: object) -> int:
-    """A whole number from 0; a string of digits counts as one."""
+    """Return a whole number from 0; a string of digits counts as one."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
         return int(value)
     number = of_type(int, value)
@@ -119,7 +119,7 @@ def time_s(value: object) -> float | None:
 
 
 def seconds(value: object) -> float:
-    """A finite number."""
+    """Return a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise RowError(RowFault.WRONG_TYPE)
     return float(value)
@@ -155,7 +155,7 @@ def _message(item: Mapping[str, Any], role: str, content: str) -> Message:
 
 
 def message_text(value: object) -> str:
-    """A string, or the texts of OpenAI's content parts. Raises NOT_TEXT for an image, a sound or a file."""
+    """Return a string, or the texts of content parts. Raises NOT_TEXT for an image, a sound or a file."""
     if not isinstance(value, list):
         return text(value)
     texts = []

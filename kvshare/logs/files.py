@@ -1,8 +1,8 @@
 """
-Any file -> raw rows: JSON lines or one JSON array, plain, gzip or zstd; Parquet.
+Reads raw rows from a file: JSON lines or one JSON array, plain, gzip or zstd; or Parquet.
 
-Recognised by content, not by name. Knows no format of logs. The only file of the readers that imports
-zstandard and pyarrow, each when a file needs it: `kvshare warm` reads JSON without the extra `replay`.
+The kind of file is recognised by its content, not by its name; formats of logs are not known here. zstandard
+and pyarrow are imported when a file needs them, so `kvshare warm` reads JSON without the extra `replay`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _OUTSIDE = re.compile(rb'["{}\[\],]')  # of a string, in an array
 _INSIDE = re.compile(rb'["\\]')
 _CHUNK_BYTES = 1 << 20
 _PEEK_BYTES = 4096
-_ZSTD_STEP = 4096  # compressed bytes at a time: few enough that what they come to stays small
+_ZSTD_STEP = 4096  # compressed bytes at a time: so few that they do not decompress to very much
 _BROKEN = (EOFError, OSError, zlib.error)
 _BATCH_ROWS = 64
-# Of the published data sets: large, and nothing here asks for them.
+# Large columns of published data sets, which no reader needs.
 _UNUSED_COLUMNS = frozenset({"openai_moderation", "detoxify_moderation", "header"})
 
 Row = Mapping[str, Any]
@@ -44,7 +44,7 @@ Row = Mapping[str, Any]
 
 def raw_rows(path: Path) -> Iterator[tuple[int, Row | RowFault]]:
     """
-    (number of the line from 1, the row), or the reason why there is none: in the file's order, read as asked.
+    Yield (number of the line from 1, the row or why it cannot be read), in the file's order. Reads lazily.
 
     Raises LogError if the file cannot be opened; MissingExtraError if zstd or Parquet cannot be read here.
     """
@@ -144,7 +144,7 @@ def _parsed(data: bytes) -> Row | RowFault:
 
 def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tuple[int, bytes | RowFault]]:
     """
-    The elements of one large JSON array: (number from 1, its bytes), or a reason in place of the bytes.
+    Yield the elements of one large JSON array: (number from 1, its bytes), or a reason in place of the bytes.
 
     Finds where elements end and leaves parsing them to the caller, so that a broken one costs only itself. An
     element of more than `max_bytes` is TOO_LONG; an array without an end is TRUNCATED there.
@@ -152,7 +152,7 @@ def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tup
     number = depth = 0
     in_string = too_long = False
     element = bytearray()  # the one read so far
-    position = 0  # of the next byte to look at; may lie past the element, after a backslash
+    position = 0  # the next byte to look at; after a backslash it may lie beyond what was read so far
     while chunk := stream.read(_CHUNK_BYTES):
         element += chunk
         while match := (_INSIDE if in_string else _OUTSIDE).search(element, position):

@@ -48,7 +48,7 @@ def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
 
 
 def read_field(row: Row, blank: LoggedRequest, field: str) -> Iterator[LoggedRow]:
-    """A plain row with its prompt in `field`."""
+    """Return a plain row with its prompt in `field`."""
     return read_plain({**row, "prompt": row.get(field), "messages": None, "token_ids": None}, blank)
 
 
@@ -61,7 +61,7 @@ def _request_row(
     **content: Any,
 ) -> LoggedRow:
     """
-    A request with its `content` and what else the row has.
+    Return a request with its `content` and what else the row has.
 
     `times`: fields for the time. `time` is one in plain rows only: elsewhere it may be a duration.
     """
@@ -92,7 +92,7 @@ def _namespace(row: Row) -> str:
 def _request_rows(
     items: Sequence[object], blank: LoggedRequest, read: Callable[[Any, LoggedRequest], LoggedRow]
 ) -> Iterator[LoggedRow | RowFault]:
-    """A request for each item of a row; an item that cannot be read costs no other."""
+    """Yield a request for each item of a row; an item that cannot be read costs no other."""
     for number, item in enumerate(items):
         own = blank if len(items) == 1 else replace(blank, conversation=f"{blank.conversation}.{number}")
         try:
@@ -135,7 +135,8 @@ def _prompt_row(item: object, blank: LoggedRequest, **known: float | None) -> Lo
 
 def read_mooncake(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """
-    One hash id per block of 512 tokens, of the block *and* all tokens before it; equal ids are equal tokens.
+    Yield one hash id per block of 512 tokens, of the block *and* all tokens before it; equal ids are equal
+    tokens.
 
     Users and conversations are not named, and a known first block may be any system prompt, so that user and
     turn are unknown.
@@ -167,7 +168,7 @@ def is_body(row: Row) -> bool:
 
 
 def body_of(row: Row) -> Row:
-    """The body of the request that a row logs; the row itself where that is the body."""
+    """Return the body of the request that a row logs; the row itself where that is the body."""
     body_text = next((row[name] for name in names.BODIES if row.get(name) not in (None, "", {})), None)
     if body_text is None:
         given = row.get("input")
@@ -242,7 +243,7 @@ def _messages_of_input(body: Row) -> tuple[Message, ...]:
 
 
 def _answer(response: object) -> str | None:
-    """The text of the first choice, message or output; None if the log has none, or in another shape."""
+    """Return the text of the first choice, message or output; None if there is none that can be read."""
     answer: Any = fields.parsed(response)
     if isinstance(answer, Mapping) and isinstance(answer.get("body"), Mapping):
         answer = answer["body"]
@@ -253,7 +254,7 @@ def _answer(response: object) -> str | None:
 
 
 def _said(answer: Any, levels: int = _MOST_LEVELS) -> str | None:
-    """The text in an answer of chat completions, completions, responses or messages, or in one message."""
+    """Return the text in an answer of any of the four APIs, or in one message."""
     if isinstance(answer, list):
         texts = [_said(part, levels) for part in answer if isinstance(part, Mapping)]
         return "".join(text for text in texts if text) or None
@@ -269,7 +270,7 @@ def _said(answer: Any, levels: int = _MOST_LEVELS) -> str | None:
 
 
 def _asking(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The same messages. Raises RowError if none of them asks for an answer."""
+    """Return the same messages. Raises RowError if none of them asks for an answer."""
     if not any(message["role"] in ("user", "tool") for message in messages):
         raise RowError(RowFault.NO_USER_TURN)
     return messages

@@ -36,7 +36,8 @@ _SUMS = sorted({name for pair in _FIGURES.values() for name in pair})
 
 def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
     """
-    Each figure of `a` and `b`, and the difference b - a with its 95 % interval, for the policies of both.
+    Return each figure of `a` and `b`, and the difference b - a with its 95 % interval, for the policies of
+    both.
 
     `a` and `b` are folders of results. Raises LogError if they cannot be read or replayed different logs.
     """
@@ -88,7 +89,7 @@ def _sums_by_conversation(rows: pa.Table) -> Table:
 
 
 def _rows(folder: Path) -> dict[str, pa.Table]:
-    """The rows of each policy, by request."""
+    """Return the rows of each policy, by request."""
     path = folder / REQUESTS_FILE
     try:
         rows = pq.read_table(path, columns=["arm", "capacity_tokens"])

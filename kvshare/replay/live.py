@@ -161,7 +161,7 @@ async def _send_all(
 
 
 def request_body(request: TokenizedRequest, model: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
-    """The route, and the body as the log had it; token ids where it had no text."""
+    """Return the route, and the body as the log had it; token ids where it had no text."""
     logged = request.logged
     body: dict[str, Any] = {
         "model": model,
@@ -196,7 +196,7 @@ def _row(request: TokenizedRequest, answered: Answered, predicted: dict[str, int
 
 
 def summarise(rows: Sequence[Row], policies: Sequence[str]) -> Document:
-    """The figures of `live.json`; `policies` predicted."""
+    """Return the figures of `live.json`; `policies` predicted."""
     served = [row for row in rows if row["error"] is None]
     counted = [row for row in served if row["num_prompt_tokens"]]
     reported = [row for row in counted if row["num_cached"] is not None]
@@ -239,7 +239,7 @@ def _is_unlike(row: Row) -> bool:
 
 
 def _agreement(reported: Sequence[Row], shares: Sequence[float], policy: str) -> Document:
-    """A policy's predictions against what the server reported (`shares`), for the same requests."""
+    """Return a policy's predictions against what the server reported (`shares`), for the same requests."""
     hits = np.array([row[f"predicted:{policy}"] for row in reported], np.int64)
     tokens = np.array([row["num_tokens"] for row in reported], np.int64)
     off = np.abs(hits / np.maximum(1, tokens) - np.array(shares))

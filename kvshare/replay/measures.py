@@ -85,13 +85,13 @@ def _figures(sums: Sums, prefill_tokens_per_s: float) -> schema.Figures:
 
 
 def _languages(rows: pa.Table) -> pa.ChunkedArray:
-    """The first `_MAX_LANGUAGES` of them; later ones are "other"."""
+    """Return the first `_MAX_LANGUAGES` of them; later ones are "other"."""
     languages = rows["language"]
     return pc.if_else(pc.is_in(languages, languages.unique()[:_MAX_LANGUAGES]), languages, "other")
 
 
 def _keys(rows: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
-    """Each request's key in each grouping of `by`."""
+    """Return each request's key in each grouping of `by`."""
     lengths = np.array(LENGTH_BUCKETS)[buckets(LENGTH_EDGES, rows["num_tokens"].to_numpy())]
     others = pa.array(_ORIGINS).take(rows["cross_user"].cast(pa.int8()).fill_null(2))
     return {
@@ -233,7 +233,7 @@ def _counted(column: pa.ChunkedArray) -> dict[str, int]:
 
 
 def buckets(edges: ArrayLike, values: ArrayLike) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The bucket of each value; values below the first edge count in the first."""
+    """Return the bucket of each value; values below the first edge count in the first."""
     return np.maximum(np.searchsorted(edges, values, side="right") - 1, 0)
 
 
@@ -257,7 +257,7 @@ def milliseconds(seconds: ArrayLike) -> schema.Milliseconds:
 
 
 def stretches(rows: pa.Table) -> tuple[schema.Stretch, ...]:
-    """A policy's rows in at most 200 stretches of the stream, whose equal length is a power of two."""
+    """Return a policy's rows in at most 200 stretches of the stream, whose equal length is a power of two."""
     length = 1
     while length * _MAX_STRETCHES < len(rows):
         length *= 2

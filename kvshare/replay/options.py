@@ -41,7 +41,7 @@ class ReplayOptions:
     checkpoint_every: int = 1000  # requests
 
     def stream(self, report: Report) -> RequestStream:
-        """The files' requests; while files are read, `report` is given how many there are so far."""
+        """Return the files' requests; while files are read, `report` is given how many there are so far."""
         return RequestStream(
             self.paths,
             format_name=self.format_name,
@@ -70,7 +70,7 @@ class ReplayOptions:
 def describe_options(
     options: ReplayOptions, tokenizer: RequestTokenizer, embeddings: BatchEmbeddings | None
 ) -> Document:
-    """The options without paths, and those settings that a figure may depend on."""
+    """Return the options without paths, and those settings that a figure may depend on."""
     settings, given = options.settings, options.tokenizer
     numbers = ("bytes_per_token", "prefill_tokens_per_s", "limit", "seed", "interleave")
     return {
@@ -101,13 +101,13 @@ def describe_files(paths: Sequence[Path]) -> tuple[LogFile, ...]:
 
 
 def describe_log(options: ReplayOptions, stream: RequestStream) -> Document:
-    """The files, and which rows of them could not be read."""
+    """Return the files, and which rows of them could not be read."""
     data = Data(files=describe_files(options.paths), unreadable=stream.report.unreadable())
     return data.model_dump(include={"files", "unreadable"}, mode="json")
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of everything that a figure may depend on; None: not installed."""
+    """Return the versions of everything that a figure may depend on; None: not installed."""
     versions: dict[str, str | None] = {"kvshare": kvshare.__version__, "python": platform.python_version()}
     for distribution in _LIBRARIES:
         name = distribution.lower().removesuffix("-py").replace("-", "_")

@@ -109,7 +109,7 @@ def make_row(common: Row, policy: CachePolicy, outcome: Outcome, *, observe_s: f
 
 
 def language_label(language: str) -> str:
-    """The log's word for a language if it looks like one: no other text of a log is written."""
+    """Return the log's word for a language if it looks like one: no other text of a log is written."""
     return language if _LANGUAGE.fullmatch(language) else "other"
 
 
@@ -122,7 +122,7 @@ def write_rows(path: Path, rows: Sequence[Row], *, schema: pa.Schema = SCHEMA) -
 def read_policy(
     path: Path, policy: str, capacity_tokens: int | None = None, *, columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """The rows of one policy with one store, in the stream's order."""
+    """Return the rows of one policy with one store, in the stream's order."""
     capacity = pc.field("capacity_tokens")
     same_store = capacity.is_null() if capacity_tokens is None else capacity == capacity_tokens
     wanted = (pc.field("arm") == policy) & same_store

@@ -71,7 +71,7 @@ class RequestTokenizer:
 
     @property
     def digest(self) -> str:
-        """The digest of vocabulary and template."""
+        """Return the digest of vocabulary and template."""
         if self._encoder is not None:
             return self._encoder.digest
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
@@ -87,7 +87,7 @@ class RequestTokenizer:
 
     def tokenize(self, requests: Iterable[LoggedRequest]) -> Iterator[TokenizedRequest]:
         """
-        The same requests in the same order, with times that never decrease; 0.0 until one has a time.
+        Yield the same requests in the same order, with times that never decrease; 0.0 until one has a time.
 
         Raises LogError for a request without content.
         """
@@ -128,7 +128,7 @@ class RequestTokenizer:
 
 
 def plain_layout(messages: Sequence[Message]) -> str:
-    """A prompt where there is no chat template."""
+    """Return a prompt where there is no chat template."""
     turns = (f"{message['role']}\n{message['content'].strip()}\n\n" for message in messages)
     return "".join(turns) + "assistant\n"
 

@@ -31,7 +31,7 @@ class Rewritten:
 
 def apply_rules(rules: Sequence[RuleSettings], body: dict[str, Any], shape: BodyShape) -> Rewritten:
     """
-    The body after each rule, in their order. `body` does not change. Time is linear in the texts.
+    Return the body after each rule, in their order. `body` does not change. Time is linear in the texts.
 
     `move` does nothing in the prompt of a completion, and where neither a user nor a tool has said anything.
     """
@@ -60,7 +60,7 @@ def apply_rules(rules: Sequence[RuleSettings], body: dict[str, Any], shape: Body
 
 
 def _pinned(rule: RuleSettings, texts: Mapping[Path, str], paths: Sequence[Path]) -> dict[Path, str]:
-    """The texts that change."""
+    """Return the texts that change."""
     changed = {}
     for path in paths:
         lines = texts[path].split("\n")
@@ -78,7 +78,7 @@ def _pinned(rule: RuleSettings, texts: Mapping[Path, str], paths: Sequence[Path]
 def _moved(
     rule: RuleSettings, texts: Mapping[Path, str], paths: Sequence[Path], end: Path
 ) -> dict[Path, str]:
-    """The texts that change; the one at the `end` gets the lines that the others lose."""
+    """Return the texts that change; the one at the `end` gets the lines that the others lose."""
     changed: dict[Path, str] = {}
     moved: list[str] = []
     for path in paths:
@@ -97,7 +97,7 @@ def _moved(
 
 
 def _matching(rule: RuleSettings, lines: Sequence[str]) -> list[int]:
-    """The numbers of the lines that the rule acts on."""
+    """Return the numbers of the lines that the rule acts on."""
     search = re.compile(rule.match).search
     matching = (
         number for number, line in enumerate(lines) if len(line) <= MAX_LINE and search(_cut(line)[0])
@@ -106,5 +106,5 @@ def _matching(rule: RuleSettings, lines: Sequence[str]) -> list[int]:
 
 
 def _cut(line: str) -> tuple[str, str]:
-    r"""A line and what is left of its end: "\r" where lines end with "\r\n"."""
+    r"""Return a line and what is left of its end: "\r" where lines end with "\r\n"."""
     return (line[:-1], "\r") if line.endswith("\r") else (line, "")

@@ -1,7 +1,7 @@
 """
 Finds the texts in a request's JSON body, for every API that takes prompts.
 
-A body that is not as its API says has fewer texts, or none; its route reports what is wrong with it.
+In a malformed body fewer texts are found, or none. The route that reads the body reports the fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BodyText:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The text of a prompt after which more can be said; `new_part`: the type of a part to add for it."""
+    """The text to which a rule may append. `new_part`: None, or the type of the text part to create there."""
 
     path: Path
     new_part: str | None = None
@@ -66,7 +66,7 @@ def shape_of(path: str) -> BodyShape | None:
 
 
 def texts_of(body: Mapping[str, Any], shape: BodyShape) -> list[BodyText]:
-    """All texts of systems, users and tools, in the order of the prompt, without those of the model."""
+    """Return all texts of systems, users and tools, in the prompt's order, without those of the model."""
     texts: list[BodyText] = []
     for name, role in shape.texts.items():
         texts += _texts(role, body.get(name), (name,))
@@ -104,7 +104,7 @@ def end_of(body: Mapping[str, Any], shape: BodyShape) -> End | None:
 
 
 def with_text(body: Any, path: Path, text: str, *, new_part: str | None = None) -> Any:
-    """The body with another text at a path; what is not on the way there is the same object."""
+    """Return a copy of the body with another text at a path. Objects that are not on the path are shared."""
     if not path:
         return text
     key, rest = path[0], path[1:]
@@ -131,7 +131,7 @@ def _contents(messages: object, name: str) -> Iterator[tuple[Path, Role, object]
 
 
 def _texts(role: Role, content: object, path: Path) -> Iterator[BodyText]:
-    """Yield the texts of a text, or of a list of texts and parts."""
+    """Yield the texts in `content`: itself if it is a text, or those of a list of texts and parts."""
     if isinstance(content, str):
         yield BodyText(role, path, content)
     parts: Sequence[object] = content if isinstance(content, list) else ()

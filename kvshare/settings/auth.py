@@ -70,7 +70,7 @@ class Access(Section):
         return None
 
     def limits_of(self, tenant: str) -> TenantSettings:
-        """The tenant's own entry, else that of all others, else none."""
+        """Return the tenant's own entry, else that of all others, else none."""
         named = {entry.name: entry for entry in self.tenants}
         found = named.get(tenant) or named.get(OTHERS) or TenantSettings(name=tenant)
         return found.model_copy(update={"name": tenant})

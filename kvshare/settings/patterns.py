@@ -24,7 +24,7 @@ _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 def checked_pattern(text: str) -> str:
     """
-    The same text, if it is a regular expression that a rule may have.
+    Return the same text, if it is a regular expression that a rule may have.
 
     Raises:  ValueError that says what is wrong with it and what to write instead
     """

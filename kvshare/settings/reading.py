@@ -56,14 +56,14 @@ class SettingsSource:
 
     def load(self) -> Settings:
         """
-        The settings as they are now.
+        Return the settings as they are now.
 
         Raises:  ConfigError naming the key path of each unknown key and wrong value; for unreadable files
         """
         return self.read()[0]
 
     def read(self) -> tuple[Settings, Mapping[str, Origin]]:
-        """The same, with the origin of each setting by its path."""
+        """Return the same, with the origin of each setting by its path."""
         tree = _read(default_config_path())
         origins = dict.fromkeys(flattened(tree), Origin.DEFAULT)
         mistakes: list[tuple[str, str]] = []
@@ -85,13 +85,13 @@ class SettingsSource:
 
 
 def load_settings(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> Settings:
-    """The settings with the file at `path`, the environment and `overrides`. Raises ConfigError."""
+    """Return the settings with the file at `path`, the environment and `overrides`. Raises ConfigError."""
     return SettingsSource(path, overrides or {}).load()
 
 
 def access_of(settings: Settings) -> Access:
     """
-    All keys and tenants, also those of `auth.keys_file`, which is read now.
+    Return all keys and tenants, also those of `auth.keys_file`, which is read now.
 
     Raises:  ConfigError naming file and key path
     """
@@ -109,7 +109,7 @@ def access_of(settings: Settings) -> Access:
 
 
 def flattened(tree: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """The values of all settings by their paths; a list is one value."""
+    """Return the values of all settings by their paths; a list is one value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         is_section = isinstance(value, Mapping) and not at
@@ -118,7 +118,7 @@ def flattened(tree: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def validated(tree: Mapping[str, Any], mistakes: list[tuple[str, str]] | None = None) -> Settings:
-    """The tree of all settings as `Settings`. Raises ConfigError with what is wrong, `mistakes` first."""
+    """Return the tree of all settings as `Settings`. Raises ConfigError, with `mistakes` first."""
     mistakes = list(mistakes or ())
     try:
         settings = Settings.model_validate(tree)

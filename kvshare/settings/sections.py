@@ -57,7 +57,7 @@ class EngineSettings(Section):
 
 
 def _base_url(url: str) -> str:
-    """The address without a trailing slash. Raises ValueError that says what is wrong."""
+    """Return the address without a trailing slash. Raises ValueError that says what is wrong."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("expected an address like http://host:8000")
@@ -74,7 +74,7 @@ _BaseUrl = Annotated[str, AfterValidator(_base_url)]
 
 
 def _further(url: str, ports: int) -> str:
-    """The address with a port number that is higher by `ports`."""
+    """Return the address with a port number that is higher by `ports`."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
@@ -91,14 +91,14 @@ class ReplicaSettings(Section):
 
     @property
     def control(self) -> str:
-        """The address of the connector's control server; of the first rank if there are several."""
+        """Return the address of the connector's control server; of the first rank if there are several."""
         return self.control_url if self.control_url is not None else _further(self.url, 1)
 
     @property
     def ranks(self) -> tuple[ReplicaSettings, ...]:
         """
-        Each data-parallel rank as a replica, as KV cannot move between ranks. The ports of their control
-        servers count up.
+        Return each data-parallel rank as a replica, as KV cannot move between ranks. The ports of their
+        control servers count up.
         """
         if self.data_parallel_size == 1:
             return (self,)
@@ -147,7 +147,7 @@ class StoreSettings(Section):
 
     @property
     def max_disk_bytes(self) -> int:
-        """The limit of KV on disk; 0: KV is in memory only."""
+        """Return the limit of KV on disk; 0: KV is in memory only."""
         return 2 * self.kv_bytes if self.disk_bytes is None else self.disk_bytes
 
 

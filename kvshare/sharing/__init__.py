@@ -24,7 +24,7 @@ Plans what a prompt copies from stored prompts, and stores it: for serving, `exp
 
     prediction.py      how far the answer is expected to deviate, by the model's calibration.py
     risk.py            how far the answer may deviate
-    repair.py          which tokens are repaired by place; selection.py: by what a probe pass measured
+    repair.py          which tokens are repaired by place; repair_choice.py: by what a probe pass measured
 
     control/           whether sharing pays on the whole server, and what is shared where it does not
 

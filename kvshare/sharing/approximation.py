@@ -81,18 +81,18 @@ class Approximation:
             donor: common_prefix_length(node.token_ids, token_ids) for donor, node in self._donors.items()
         }
         self._gaps = uncovered((*self._exact, *self._foreign), size)
-        self._known = known = placed(self._foreign)
+        self._known = placed_copies = placed(self._foreign)
         self._generations = {
             segment: segment_of(segment).generation
             for segment in dict.fromkeys(copy.segment_id for copy in self._foreign)
         }
-        is_settled = self._are_settled(known)
-        self._moved = known[~is_settled]
-        self._num_settled = int(known[is_settled, 3].sum())
-        tail = tail_repairs(known, num_tokens=size, settings=self._settings)
+        is_settled = self._are_settled(placed_copies)
+        self._moved = placed_copies[~is_settled]
+        self._num_settled = int(placed_copies[is_settled, 3].sum())
+        tail = tail_repairs(placed_copies, num_tokens=size, settings=self._settings)
         self._tail = merge([*outside_media(tail, media), Span(size - 1, size)]) if media else tail
         self._shape = self._shape_of(self._moved)
-        num_tail = size - (int(ends(known)[-1]) if len(known) else 0)
+        num_tail = size - (int(ends(placed_copies)[-1]) if len(placed_copies) else 0)
         may_choose = limits.can_probe and not media  # a chosen repair might lie inside a medium
         self._is_uncertified = self._shape is not None and limits.refuses(self._shape.regime, size)
         self._chooses = may_choose and self._settings.rule != "windows" and num_tail <= MAX_TAIL_TOKENS
@@ -115,21 +115,21 @@ class Approximation:
         if self._is_uncertified and self._num_settled:
             return self._settled_only()
         outlines = self._outlines(self._shape)
-        found: dict[int, Plan] = {}  # by place in `outlines`
+        plans: dict[int, Plan] = {}  # by place in `outlines`
         fastest: int | None = None
         for place in sorted(range(len(outlines)), key=lambda place: outlines[place].least_s):
-            if fastest is not None and outlines[place].least_s > found[fastest].estimate.shared_s:
+            if fastest is not None and outlines[place].least_s > plans[fastest].estimate.shared_s:
                 break
-            found[place] = plan = self._whole(outlines[place])
+            plans[place] = plan = self._whole(outlines[place])
             if plan.num_copied and _bound(plan) <= self._max_deviation:
                 fastest = (
                     place
                     if fastest is None
-                    else min(fastest, place, key=lambda each: (found[each].estimate.shared_s, each))
+                    else min(fastest, place, key=lambda each: (plans[each].estimate.shared_s, each))
                 )
         if fastest is not None:
-            return found[fastest]
-        return self._otherwise([found[place] for place in range(len(outlines))])
+            return plans[fastest]
+        return self._otherwise([plans[place] for place in range(len(outlines))])
 
     def _outlines(self, shape: Shape) -> list[_Outline]:
         widened: Sequence[float] = _WIDENED

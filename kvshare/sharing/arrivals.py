@@ -54,7 +54,7 @@ class Arrival:
 
     @cached_property
     def hashes(self) -> npt.NDArray[np.uint64]:
-        """The distinct hashes of its k-grams, ascending."""
+        """Return the distinct hashes of its k-grams, ascending."""
         return np.unique(kgram_hashes(self.token_ids, self.kgram))
 
 

@@ -60,7 +60,7 @@ class ModelCalibration:
     composed: Mapping[RepairRule, Calibration] = field(default_factory=dict)
 
     def expected(self, shape: Shape, rule: RepairRule, repaired: float) -> float:
-        """Expected KL, nats, of plans of this shape with `repaired` tokens computed again by a rule."""
+        """Return the expected KL, nats, of plans of this shape if a rule repairs `repaired` tokens."""
         mean = float(self._weights(shape.regime, rule).expected(shape.repaired(repaired)))
         return self._unmeasured(shape.num_tokens) * self._factor(shape, rule) * mean
 
@@ -108,7 +108,7 @@ class ModelCalibration:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_document(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return it as JSON takes it."""
         composed = {rule: calibration.as_document() for rule, calibration in self.composed.items()}
         return {
             "model": self.model,
@@ -153,7 +153,7 @@ def read_calibration(path: Path) -> ModelCalibration:
 
 @cache
 def shipped() -> Mapping[str, ModelCalibration]:
-    """The calibrations of the package, by fingerprint."""
+    """Return the calibrations of the package, by fingerprint."""
     found = [read_calibration(path) for path in sorted(FOLDER.glob("*.json"))]
     return {calibration.fingerprint: calibration for calibration in found}
 

@@ -83,7 +83,7 @@ def _to_choose(plan: Plan | NoPlan) -> dict[str, int] | None:
 
 
 def _prediction(plan: Plan | NoPlan, limits: PlannerLimits) -> dict[str, Any] | None:
-    """The prediction for the approximate plan, used or refused; None if there is none."""
+    """Return the prediction for the approximate plan, used or refused; None if there is none."""
     if plan.prediction is None:
         return None
     calibration = limits.calibration
@@ -91,7 +91,7 @@ def _prediction(plan: Plan | NoPlan, limits: PlannerLimits) -> dict[str, Any] | 
 
 
 def _spans(plan: Plan | NoPlan, num_tokens: int) -> list[dict[str, Any]]:
-    """The prompt from left to right: exact, copied, placeholder, repair."""
+    """Return the prompt from left to right: exact, copied, placeholder, repair."""
     if isinstance(plan, NoPlan):
         return [_span(0, num_tokens, "placeholder")]
     spans = [

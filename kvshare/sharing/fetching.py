@@ -55,9 +55,9 @@ class Fetching:
 
     def fetch(self, plan: Plan, threshold: MinSaved, stages: dict[str, float]) -> Fetched:
         """
-        The KV of a plan. The disk is waited for about as long as was planned, and no longer than the plan
-        saves; and only for a small share of the prefill where its pace says that it will be late. So much it
-        may always take, as a disk that was slow once is to be measured again.
+        Return the KV of a plan. The wait for the disk is about as long as planned, at most what the plan
+        saves. If the disk's pace says that it will be late, the wait is only a small share of the prefill.
+        That much is always allowed, so that a disk that was slow once is measured again.
 
         If the plan computes a beginning, and the tier can read meanwhile, nothing is waited for: the result
         has `reads`. `stages`: the time is added to its "fetch"

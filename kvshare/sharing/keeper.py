@@ -70,10 +70,10 @@ class PromptKeeper(Generic[TierT]):
 
         Tokens that were copied to a different text count most; see `copied_to_others`.
         """
-        copied, given = copied_to_others(plan), plan.num_from
+        copied, tokens_from = copied_to_others(plan), plan.num_from
         for donor in plan.donors:
             node = self.tree.get(donor)
-            share = 1.0 if node is None else given[donor] / node.num_tokens
+            share = 1.0 if node is None else tokens_from[donor] / node.num_tokens
             self.tree.touch(donor, num_copied=copied[donor], share=share)
 
     def discard_unreadable(self, donors: Iterable[NodeId]) -> None:
@@ -112,7 +112,7 @@ class PromptKeeper(Generic[TierT]):
                 self._evict(node)
 
     def pins(self) -> PinnedBytes:
-        """The bytes of KV that pinned prompts use, and their limit, over all memories. Blocks."""
+        """Return the bytes of KV that pinned prompts use, and their limit, over all memories. Blocks."""
         with self._writing:
             pinned, budgets = self.tree.pinned(), self._budgets()
             return {
@@ -130,7 +130,7 @@ class PromptKeeper(Generic[TierT]):
         """Release resources. The caller stores nothing after this."""
 
     def tiers(self) -> tuple[TierStatus, ...]:
-        """The tiers of KV in this process."""
+        """Return the tiers of KV in this process."""
         return ()
 
     def find_stored(self, namespace: str, token_ids: TokenIds, plan: Plan | NoPlan) -> Node | None:
@@ -145,16 +145,16 @@ class PromptKeeper(Generic[TierT]):
         self._evicted.append((namespace, node_id))
 
     def take_evicted(self) -> list[tuple[str, int]]:
-        """Namespaces and ids of the nodes evicted since the last call, which the index still has."""
+        """Return namespaces and ids of the nodes evicted since the last call, which the index still has."""
         return [self._evicted.popleft() for _ in range(len(self._evicted))]
 
     def take_shortened(self) -> list[Node]:
-        """The nodes shortened since the last call, which the index still has in full length."""
+        """Return the nodes shortened since the last call, which the index still has in full length."""
         taken = (self._shortened.pop(node_id, None) for node_id in list(self._shortened))
         return [node for node in taken if node is not None]
 
     def _budgets(self) -> Collection[Budget]:
-        """Every memory that holds segments; none for a tree without an engine."""
+        """Return every memory that holds segments; none for a tree without an engine."""
         return ()
 
     def _insert(self, draft: NodeDraft, *, memory: str | None = None) -> Insertion:
@@ -206,10 +206,10 @@ class PromptKeeper(Generic[TierT]):
         """
         if len(token_ids) < self._min_tokens:
             return False
-        known = self.tree.find(namespace, token_ids)
-        if known is None or known.exact_length != len(token_ids):
+        stored = self.tree.find(namespace, token_ids)
+        if stored is None or stored.exact_length != len(token_ids):
             return True
-        self.tree.touch(known.node_id)
+        self.tree.touch(stored.node_id)
         return False
 
     def _begins(self, node_id: NodeId | None, token_ids: TokenIds) -> bool:
@@ -279,16 +279,16 @@ class PromptKeeper(Generic[TierT]):
         most_left = node.num_tokens - node.num_tokens // 8
         rows = node.pieces.rows()
         first_use = {segment_id: start for start, segment_id, _, _ in reversed(rows)}
-        own = {entry for entry in first_use if self.tree.reference_count(entry) == 1 and entry in budget}
+        unshared = {entry for entry in first_use if self.tree.reference_count(entry) == 1 and entry in budget}
         num_left = node.num_tokens
         for start, segment_id, _, _ in reversed(rows):
             num_left = start
-            if segment_id in own and first_use[segment_id] == start:
-                own.discard(segment_id)
+            if segment_id in unshared and first_use[segment_id] == start:
+                unshared.discard(segment_id)
                 num_bytes -= self.tree.segment(segment_id).num_bytes
             if (num_bytes <= 0 and num_left <= most_left) or num_left < self._min_tokens:
                 break
-        if num_bytes > 0 or not own or num_left < self._min_tokens:
+        if num_bytes > 0 or not unshared or num_left < self._min_tokens:
             return 0
         return 0 if self.tree.find(node.namespace, node.token_ids[:num_left]) is not None else num_left
 

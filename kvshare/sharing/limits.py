@@ -94,7 +94,7 @@ class PlannerLimits:
         can_probe: bool = False,
     ) -> Self:
         """
-        The limits in config.yaml, for an engine with these abilities.
+        Return the limits in config.yaml, for an engine with these abilities.
 
         `fingerprint`: the model's; empty while it is unknown.
         Raises:  ConfigError for a calibration that cannot be read
@@ -117,7 +117,7 @@ def is_exact(node: Node) -> bool:
 
 
 def exact_part(node: Node) -> Node | None:
-    """A stored prompt's exact prefix; None if it has none."""
+    """Return a stored prompt's exact prefix; None if it has none."""
     if is_exact(node):
         return node
     if not node.exact_length:

@@ -70,7 +70,7 @@ class Lookup:
         return isinstance(self.plan, Plan) and not found_by.isdisjoint(self.plan.donors)
 
     def after_waiting(self, seconds: float | None) -> Lookup:
-        """The same with the wait for similar prompts as one of its stages; None: it did not wait."""
+        """Return the same with the wait for similar prompts as one of its stages; None: it did not wait."""
         if seconds is None:
             return self
         return replace(self, stage_seconds={**self.stage_seconds, "wait": seconds})

@@ -17,7 +17,7 @@ from kvshare.sharing.plan import within
 
 
 def copied_until(targets: Iterable[Span], media: Sequence[Span]) -> int | None:
-    """The start of the first medium (ascending) that the targets do not cover as a whole, or None."""
+    """Return the start of the first medium (ascending) that the targets do not cover as a whole, or None."""
     covered = merge(targets)
     for medium in media:
         if not any(span.start <= medium.start and medium.end <= span.end for span in covered):

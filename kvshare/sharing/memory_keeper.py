@@ -175,10 +175,10 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         with self._held_lock:
             held = frozenset(self._held)
         with self._writing:
-            known = self.tree.find(draft.namespace, draft.token_ids)
+            stored = self.tree.find(draft.namespace, draft.token_ids)
             tenant = budget_of(self.tree, self.tenants, draft.namespace)
             is_over = tenant is not None and tenant.num_bytes + num_bytes > tenant.max_bytes
-            is_known = known is not None and known.exact_length >= draft.exact_length
+            is_known = stored is not None and stored.exact_length >= draft.exact_length
             if is_over or is_known or not self._make_room(num_bytes, room, held):
                 return None
             hold()
@@ -249,7 +249,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
             return insertion.node if insertion.created else None
 
     def _drafted(self, computed: Computed[KVT]) -> tuple[NodeDraft, list[KVT]]:
-        """The node of a finished sequence, and the KV of its new segments."""
+        """Return the node of a finished sequence, and the KV of its new segments."""
         retained = [computed.kv.cut(span) for span in self._spans(computed)]
         draft = draft_node(
             computed.token_ids,
@@ -267,7 +267,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         ]
 
     def _spans(self, computed: Computed[KVT]) -> tuple[Span, ...]:
-        """The computed spans, cut into segments; the other tokens were copied."""
+        """Return the computed spans, cut into segments; the other tokens were copied."""
         return computed_spans(computed.plan, len(computed.token_ids), self._segment_tokens(computed))
 
     def _segment_tokens(self, computed: Computed[KVT]) -> int:

@@ -39,7 +39,8 @@ class StoredSpan:
 
 def computed_spans(plan: Plan | NoPlan, num_tokens: int, segment_tokens: int) -> tuple[Span, ...]:
     """
-    The computed spans of a sequence: placeholders and the answer, at most `segment_tokens` tokens each.
+    Return the computed spans of a sequence: placeholders and the answer, at most `segment_tokens` tokens
+    each.
 
     A segment has one generation, so if repairs were chosen, a span is cut where the KV stops being exact.
     """
@@ -84,7 +85,7 @@ def draft_node(
 
 
 def find_parent(plan: Plan | NoPlan, node_of: Callable[[NodeId], Node | None]) -> NodeId | None:
-    """The donor with most copied tokens, if it is still stored; else None."""
+    """Return the donor with most copied tokens, if it is still stored; else None."""
     if isinstance(plan, NoPlan) or not plan.copies:
         return None
     parent, _ = plan.num_from.most_common(1)[0]
@@ -92,7 +93,7 @@ def find_parent(plan: Plan | NoPlan, node_of: Callable[[NodeId], Node | None]) -
 
 
 def segments_of(plan: Plan | NoPlan, stored: Sequence[StoredSpan], namespace: str) -> tuple[Segment, ...]:
-    """The tree's descriptions of the segments stored for a sequence with this plan."""
+    """Return the tree's descriptions of the segments stored for a sequence with this plan."""
     return tuple(
         Segment(
             segment_id=entry.segment_id,
@@ -108,7 +109,7 @@ def segments_of(plan: Plan | NoPlan, stored: Sequence[StoredSpan], namespace: st
 
 
 def _generation(plan: Plan | NoPlan, span: Span) -> int:
-    """0 before the first approximate copy, the plan's generation after it."""
+    """Return 0 before the first approximate copy, the plan's generation after it."""
     if isinstance(plan, NoPlan) or plan.first_approximate >= plan.num_tokens:
         return 0
     return plan.generation if span.start >= plan.first_approximate else 0

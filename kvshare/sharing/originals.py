@@ -77,7 +77,7 @@ def _by_place(
 
 
 def _chosen(runs: NDArray[np.int64], size: int, repair: RepairSettings) -> _Repaired:
-    """As many as the smallest dose says: parts of a run have more stale tokens than it as a whole."""
+    """Return as many as the smallest dose says: parts of a run have more stale tokens than it as a whole."""
     lengths = runs[:, 1] - runs[:, 0]
     most = min(lengths.sum(), repair.max_budget * size)
     num_tokens = max(0.0, min(DOSES[0] * stale_tokens(lengths).sum(), most) - MIN_LEFTOVER)

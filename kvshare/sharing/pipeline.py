@@ -178,7 +178,7 @@ class Sharing:
 
     @property
     def shortest_that_pays(self) -> float:
-        """The tokens of the shortest prompt for which a lookup pays; infinite if none does."""
+        """Return the tokens of the shortest prompt for which a lookup pays; infinite if none does."""
         return self._worth.shortest(self._limits)
 
     async def _planned(
@@ -222,7 +222,7 @@ class Sharing:
         """
         stages = {"plan": 0.0, "fetch": 0.0}
         nodes = self.own_nodes(namespace, candidates)
-        found = Lookup(
+        lookup = Lookup(
             NoPlan(Reason.KV_GONE),
             candidates=tuple(candidates),
             stage_seconds=stages,
@@ -237,23 +237,23 @@ class Sharing:
             try:
                 plan = make(nodes)
             except UnknownSegmentError:
-                nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
+                nodes = self.own_nodes(namespace, candidates, without=lookup.unreadable)
                 continue
             finally:
                 stages["plan"] += time.perf_counter() - began
             if isinstance(plan, NoPlan):
-                return replace(found, plan=plan)
+                return replace(lookup, plan=plan)
             fetched = self.fetching.fetch(plan, self._limits.threshold, stages)
             if fetched.late:  # copy only from donors in memory
-                nodes, found = self.fetching.near(nodes), replace(found, plan=NoPlan(Reason.KV_LATE))
+                nodes, lookup = self.fetching.near(nodes), replace(lookup, plan=NoPlan(Reason.KV_LATE))
                 continue
             if not fetched.missing:
-                return replace(found, plan=plan, segments=fetched.segments, reads=fetched.reads)
+                return replace(lookup, plan=plan, segments=fetched.segments, reads=fetched.reads)
             self.telemetry.fallback(Component.TIER, FallbackReason.MISSING)
             unreadable = (copy.donor for copy in plan.copies if copy.segment_id in fetched.missing)
-            found = replace(found, unreadable=tuple(dict.fromkeys([*found.unreadable, *unreadable])))
-            nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
-        return found
+            lookup = replace(lookup, unreadable=tuple(dict.fromkeys([*lookup.unreadable, *unreadable])))
+            nodes = self.own_nodes(namespace, candidates, without=lookup.unreadable)
+        return lookup
 
     def _make_plan(
         self,

@@ -23,7 +23,7 @@ _as_numbers = attrgetter("donor", "target_start", "donor_start", "length")
 
 
 def placed(copies: Sequence[Copy]) -> Placed:
-    """(M, 4) where these copies stand."""
+    """Return where these copies stand, (M, 4)."""
     return np.array([_as_numbers(copy) for copy in copies], np.int64).reshape(-1, 4)
 
 
@@ -34,12 +34,12 @@ def ends(copies: Placed) -> Places:
 
 
 def continued(copies: Placed) -> NDArray[np.bool_]:
-    """(M,) whether a copy continues the one before it, in the prompt and in the same donor."""
-    found = np.zeros(len(copies), np.bool_)
+    """Return (M,): does a copy continue the one before it, in the prompt and in the same donor?"""
+    is_continued = np.zeros(len(copies), np.bool_)
     before, after = copies[:-1], copies[1:]
-    found[1:] = (before[:, 0] == after[:, 0]) & (ends(before) == after[:, 1])
-    found[1:] &= before[:, 2] + before[:, 3] == after[:, 2]
-    return found
+    is_continued[1:] = (before[:, 0] == after[:, 0]) & (ends(before) == after[:, 1])
+    is_continued[1:] &= before[:, 2] + before[:, 3] == after[:, 2]
+    return is_continued
 
 
 def joined(copies: Placed) -> Placed:
@@ -56,10 +56,10 @@ def inside(copies: Placed, span: Span) -> Placed:
     """(N, 4) the copies, clipped to a span of the prompt."""
     starts, stops = np.maximum(copies[:, 1], span.start), np.minimum(ends(copies), span.end)
     is_in = starts < stops
-    found = copies[is_in]
-    found[:, 2] += starts[is_in] - found[:, 1]
-    found[:, 1], found[:, 3] = starts[is_in], (stops - starts)[is_in]
-    return found
+    parts = copies[is_in]
+    parts[:, 2] += starts[is_in] - parts[:, 1]
+    parts[:, 1], parts[:, 3] = starts[is_in], (stops - starts)[is_in]
+    return parts
 
 
 def merged(starts: Places, stops: Places) -> tuple[Span, ...]:

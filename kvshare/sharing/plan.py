@@ -31,7 +31,7 @@ MAX_TAIL_TOKENS = 1024  # with more after the last copy, no repairs are chosen: 
 @dataclass(frozen=True, slots=True)
 class RepairOrder:
     """
-    How many copied tokens an engine computes again, chosen after a probe pass (`sharing.selection`) from
+    How many copied tokens an engine computes again, chosen after a probe pass (`sharing.repair_choice`) from
     `stretches`, contiguous approximate copies of one donor. `probes`: positions whose change is measured.
     """
 
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def deviation(self) -> float:
-        """Expected KL of an answer with this plan, nats; 0 without approximate copies."""
+        """Return the expected KL of an answer with this plan, nats; 0 without approximate copies."""
         return self.prediction.expected if self.prediction is not None and self.num_copied else 0.0
 
     @property
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV is computed, including repairs that are not chosen yet."""
+        """Return the number of tokens whose KV is computed, including repairs that are not chosen yet."""
         return _total(self.placeholders) + self._num_ordered
 
     @property
@@ -85,29 +85,29 @@ class Plan:
 
     @property
     def num_recomputed(self) -> int:
-        """Tokens that no donor had."""
+        """Return the number of tokens that no donor had."""
         return self.num_computed - self.num_repaired
 
     @property
     def num_copied(self) -> int:
-        """Tokens with approximate KV."""
+        """Return the number of copied tokens with approximate KV."""
         return self.num_tokens - self.num_exact - self.num_computed
 
     @property
     def num_exact(self) -> int:
-        """Tokens of the exact prefix that are copied: all but those that are computed while KV is read."""
+        """Return how many tokens of the exact prefix are copied. The others are computed while KV is read."""
         length = self.exact_length
         computed = takewhile(lambda span: span.start < length, self.placeholders)
         return length - sum([min(span.end, length) - span.start for span in computed])
 
     @property
     def charged_budget(self) -> float:
-        """Layer-tokens given fresh Q/K/V in prefill, selection included, over layers x prompt tokens."""
+        """Return layer-tokens with fresh Q/K/V in prefill (selection included) / layers x prompt tokens."""
         return (self.num_computed + self.num_selecting) / self.num_tokens
 
     @property
     def num_selecting(self) -> int:
-        """Tokens computed to choose repairs, or computed once more after them."""
+        """Return the number of tokens computed to choose repairs, or computed once more after them."""
         if self.order is None:
             return 0
         first = self.first_approximate
@@ -118,8 +118,8 @@ class Plan:
 
     def work(self, *, num_extra_passes: int = 0, queue: Queue = IDLE) -> PrefillWork:
         """
-        What carrying out the plan takes, where repairs that are to be chosen attend to half of the prompt.
-        `num_extra_passes`: those of an approximate plan, beyond the engine's own
+        Return what carrying out the plan takes, where repairs that are to be chosen attend to half of the
+        prompt. `num_extra_passes`: those of an approximate plan, beyond the engine's own
         """
         num_computed = self.num_computed
         num_tokens, in_spans = num_computed + self.num_selecting, num_computed - self._num_ordered
@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def listeners(self) -> tuple[Span, ...]:
-        """The last placeholders: what they attend to is repaired, then they are computed again."""
+        """Return the last placeholders: what they attend to is repaired, then they are computed again."""
         return last_tokens(self.placeholders, MAX_LISTENERS)
 
     @property
@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def may_compute(self) -> tuple[Span, ...]:
-        """Every position that may be computed: the placeholders, and the stretches of an order."""
+        """Return every position that may be computed: the placeholders, and the stretches of an order."""
         stretches = () if self.order is None else self.order.stretches
         return merge([*self.placeholders, *stretches])
 
@@ -161,10 +161,10 @@ class Plan:
     @property
     def num_from(self) -> Counter[NodeId]:
         """Count the tokens that are copied from each donor."""
-        given: Counter[NodeId] = Counter()
+        counts: Counter[NodeId] = Counter()
         for copy in self.copies:
-            given[copy.donor] += copy.length
-        return given
+            counts[copy.donor] += copy.length
+        return counts
 
     def num_in(self, place: Container[SegmentId]) -> int:
         """Count the tokens that are copied from these segments."""
@@ -174,15 +174,15 @@ class Plan:
 
     @property
     def first_approximate(self) -> int:
-        """Position of the first approximate KV; num_tokens if all is exact."""
+        """Return the position of the first approximate KV; num_tokens if all is exact."""
         starts = (copy.target_start for copy in self.copies if copy.target_start >= self.exact_length)
         first = min(starts, default=self.num_tokens)
         return first if self.exact_until is None else min(first, self.exact_until)
 
     def with_repairs(self, chosen: Sequence[Span]) -> Plan:
         """
-        The plan with the chosen repairs, which replace the order. The probe pass attended to the copies that
-        are now replaced, so its KV stays approximate (`exact_until`).
+        Return the plan with the chosen repairs, which replace the order. The probe pass attended to the
+        copies that are now replaced, so its KV stays approximate (`exact_until`).
         """
         copied = without(self.copies, chosen)
         return replace(
@@ -205,19 +205,19 @@ class NoPlan:
 
 
 def small_shift(num_tokens: int) -> int:
-    """The largest shift, in tokens, that does not count as a relocation in a prompt of this length."""
+    """Return the largest shift, in tokens, that does not count as a relocation in a prompt of this length."""
     return min(MAX_SMALL_SHIFT, int(_SMALL_SHIFT_FRACTION * num_tokens))
 
 
 def last_tokens(spans: Sequence[Span], count: int) -> tuple[Span, ...]:
     """The last `count` positions of ascending spans."""
-    found: list[Span] = []
+    last: list[Span] = []
     for span in reversed(spans):
         if count <= 0:
             break
-        found.append(Span(max(span.start, span.end - count), span.end))
+        last.append(Span(max(span.start, span.end - count), span.end))
         count -= len(span)
-    return tuple(reversed(found))
+    return tuple(reversed(last))
 
 
 def cut(spans: Iterable[Span], place: int) -> tuple[Span, ...]:
@@ -230,7 +230,7 @@ def cut(spans: Iterable[Span], place: int) -> tuple[Span, ...]:
 
 
 def clip(copy: Copy, span: Span) -> Copy | None:
-    """The part of a copy whose target lies in `span`, or None."""
+    """Return the part of a copy whose target lies in `span`, or None."""
     target_start = copy.target_start
     start = max(target_start, span.start)
     length = min(target_start + copy.length, span.end) - start
@@ -250,14 +250,14 @@ def clip(copy: Copy, span: Span) -> Copy | None:
 
 def uncovered(copies: Sequence[Copy], num_tokens: int) -> tuple[Span, ...]:
     """Return the positions of a prompt that no copy covers. `copies`: ascending by target, disjoint."""
-    found, end = [], 0
+    gaps, end = [], 0
     for copy in copies:
         if copy.target_start > end:
-            found.append(Span(end, copy.target_start))
+            gaps.append(Span(end, copy.target_start))
         end = copy.target_start + copy.length
     if end < num_tokens:
-        found.append(Span(end, num_tokens))
-    return tuple(found)
+        gaps.append(Span(end, num_tokens))
+    return tuple(gaps)
 
 
 def within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:

@@ -48,7 +48,7 @@ def make_plan(
     media: tuple[Span, ...] = (),
 ) -> Plan | NoPlan:
     """
-    The fastest plan for a prompt of T tokens with candidates of the same namespace.
+    Return the fastest plan for a prompt of T tokens with candidates of the same namespace.
 
     Shapes:  token_ids (T,) int32
     Units:   `media`: token positions, ascending; each of these is copied as a whole or not at all
@@ -156,10 +156,10 @@ class _Search:
             return None
         common = {node.node_id: common_prefix_length(node.token_ids, self._token_ids) for node in donors}
         most = max(common.values())
-        found = self._composed(donors, max_donors=1, may_move=True)
-        is_alone = len(used := found.approximate_donors) == 1 and common[used[0]] == most
+        composition = self._composed(donors, max_donors=1, may_move=True)
+        is_alone = len(used := composition.approximate_donors) == 1 and common[used[0]] == most
         # What is not after an edit may be copied from several: it needs no repair.
-        return found if is_alone and most - found.exact_length <= _FEW * num_tokens else None
+        return composition if is_alone and most - composition.exact_length <= _FEW * num_tokens else None
 
     def _try_approximate(self, composition: Composition, donors: Sequence[Node], exact: Plan | None) -> None:
         """
@@ -170,11 +170,11 @@ class _Search:
         """
         before, refused = self._refusal, None
         while composition.approximate_donors:
-            found = self._approximation(composition, donors)
+            approximation = self._approximation(composition, donors)
             is_alone = len(composition.approximate_donors) == 1
-            if found.is_refused and not is_alone:
-                refused = found
-            elif self._is_light(found, exact) or is_alone:
+            if approximation.is_refused and not is_alone:
+                refused = approximation
+            elif self._is_light(approximation, exact) or is_alone:
                 break
             # The best donor alone may need less repair than all of them together.
             composition = self._composed(donors, max_donors=1, may_move=self._limits.can_move_keys)
@@ -239,13 +239,14 @@ class _Search:
         )
 
     def _split(self, plan: Plan) -> Plan:
-        """The plan, or a faster one that computes its beginning while the rest is read from disk."""
+        """Return the plan, or a faster one that computes its beginning while the rest is read from disk."""
         return plan if self._media else split_reads(plan, self._rates)
 
 
 def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> Plan | None:
     """
-    A plan that copies the equal prefix only. The last token is always computed: its logits start the answer.
+    Return a plan that copies the equal prefix only. The last token is always computed: its logits start the
+    answer.
 
     Returns: None if fewer than `min_length` tokens are equal, as all chats begin with the same template
     """

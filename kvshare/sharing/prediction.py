@@ -56,18 +56,18 @@ class Shape:
 
     @property
     def regime(self) -> Regime:
-        """The kind of plan: edited in place, moved within one donor, or composed of several donors."""
+        """Return the kind of plan: edited in place, moved within one donor, or composed of several donors."""
         if self.values[FEATURES.index("donors")] > 0:
             return "composed"
         return "moved" if self.far >= _MOVED else "in_place"
 
     def repaired(self, num_tokens: float | Sequence[float]) -> Vector:
-        """(F,) the features if `num_tokens` copied tokens are computed again; (N, F) for several numbers."""
+        """Return the features, (F,), if `num_tokens` copies are repaired; (N, F) for several numbers."""
         counts = np.asarray(num_tokens, dtype=np.float64)
-        found = np.empty((*counts.shape, len(self.values) + 1))
-        found[..., :-1] = self.values
-        found[..., -1] = np.log1p(_DOSE * counts / self.stale)
-        return found
+        features = np.empty((*counts.shape, len(self.values) + 1))
+        features[..., :-1] = self.values
+        features[..., -1] = np.log1p(_DOSE * counts / self.stale)
+        return features
 
 
 def shape_of(
@@ -91,23 +91,23 @@ def shape_of(
     """
     if not len(copies):
         return None
-    found = joined(copies)
-    lengths = found[:, 3]
+    stretches = joined(copies)
+    lengths = stretches[:, 3]
     weights = lengths / lengths.sum()
-    some = slice(None, None, 1 + len(found) // _MOST_STRETCHES)  # of thousands a sample is enough
+    some = slice(None, None, 1 + len(stretches) // _MOST_STRETCHES)  # of thousands a sample is enough
     shares = weights[some] / weights[some].sum()
-    lost, new, shift = _churn(found[some], copies, common)
+    lost, new, shift = _churn(stretches[some], copies, common)
     stale = float(stale_tokens(lengths).sum())
     return Shape(
         values=(
             float(np.log1p(shares @ lost)),
             float(np.log1p(shares @ new)),
             float(np.log1p(shares @ shift)),
-            float(np.log(len(set(found[:, 0].tolist())))),
-            float(np.log1p(num_tokens - found[-1, 1])),
+            float(np.log(len(set(stretches[:, 0].tolist())))),
+            float(np.log1p(num_tokens - stretches[-1, 1])),
             exact_length / num_tokens,
             float(np.log10(stale / num_tokens)),
-            float(np.log(len(found))),
+            float(np.log(len(stretches))),
         ),
         stale=stale,
         far=float(shares @ (shift > small_shift(num_tokens))),
@@ -173,7 +173,7 @@ class Calibration:
     at_length: float = 1.0
 
     def typical(self, values: Vector) -> NDArray[np.float64]:
-        """The median KL of such plans. Shapes: (..., F) -> (...)"""
+        """Return the median KL of such plans. Shapes: (..., F) -> (...)"""
         weights, with_repairs, low, high = _columns(self.weights, self.with_repairs, self.low, self.high)
         inside = np.minimum(np.maximum(values, low), high)
         weights = weights + with_repairs * inside[..., -1:]
@@ -181,15 +181,15 @@ class Calibration:
         return found
 
     def expected(self, values: Vector) -> NDArray[np.float64]:
-        """The mean KL of such plans. Shapes: (..., F) -> (...)"""
+        """Return the mean KL of such plans. Shapes: (..., F) -> (...)"""
         return self.mean_where(self.typical(values))
 
     def mean_where(self, typical: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The mean KL of plans with the median `typical`, nats."""
+        """Return the mean KL of plans with the median `typical`, nats."""
         return self.bias * typical**self.slope
 
     def as_document(self) -> dict[str, Any]:
-        """JSON-ready; weights by name of the feature."""
+        """Return it as JSON takes it, weights by the feature's name."""
         by_name = {
             name: dict(zip(_COLUMNS, columns, strict=True))
             for name, *columns in zip(
@@ -207,7 +207,7 @@ class Calibration:
             weights, with_repairs, low, high = (
                 tuple(float(document["features"][name][column]) for name in FEATURES) for column in _COLUMNS
             )
-            found = cls(
+            result = cls(
                 **{name: float(document[name]) for name in _OWN},
                 weights=weights,
                 with_repairs=with_repairs,
@@ -219,18 +219,18 @@ class Calibration:
                     if regime in document["risks"]
                 },
             )
-            own = [getattr(found, name) for name in _OWN]
-            is_finite = all(map(isfinite, (*own, *weights, *with_repairs, *low, *high)))
-            if not is_finite or found.bias <= 0 or found.slope <= 0 or found.at_length < 1:
+            numbers = [getattr(result, name) for name in _OWN]
+            is_finite = all(map(isfinite, (*numbers, *weights, *with_repairs, *low, *high)))
+            if not is_finite or result.bias <= 0 or result.slope <= 0 or result.at_length < 1:
                 raise ValueError("expected finite numbers, bias and slope above 0, at_length at least 1")
-            return found
+            return result
         except (KeyError, TypeError, ValueError) as exc:
             raise ValueError(f"not a calibration: {type(exc).__name__}: {exc}") from exc
 
 
 @lru_cache(maxsize=64)  # a model has one of each rule, a lab some more
 def _columns(*columns: tuple[float, ...]) -> Vector:
-    """(C, F) the columns as one array."""
+    """Return the columns as one array, (C, F)."""
     return np.array(columns)
 
 
@@ -250,7 +250,7 @@ def _in_front(copies: Placed, target: Vector, source: Vector) -> NDArray[np.int6
     _, at, of, length = copies.T
     if (of[1:] >= of[:-1]).all():  # usually in order: then the copies before a position are the first ones
         before = np.minimum(at.searchsorted(target), of.searchsorted(source))
-        found: NDArray[np.int64] = np.concatenate([[0], np.cumsum(length)])[before]
+        num_before: NDArray[np.int64] = np.concatenate([[0], np.cumsum(length)])[before]
     else:
-        found = ((at < target[:, None]) & (of < source[:, None])) @ length
-    return found
+        num_before = ((at < target[:, None]) & (of < source[:, None])) @ length
+    return num_before

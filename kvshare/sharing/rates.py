@@ -196,7 +196,7 @@ class Rates:
         return self.lookup.seconds(num_tokens) + self.planning.seconds(num_tokens)
 
     def ahead_s(self, num_tokens: int) -> float:
-        """So many leading tokens, in a pass by themselves; see `PrefillWork.num_ahead`."""
+        """Return the time of so many leading tokens, in their own pass; see `PrefillWork.num_ahead`."""
         if not num_tokens:
             return 0.0
         return self.seconds(PrefillWork(num_tokens, num_tokens**2 / 2, num_steps=0, num_passes=1))
@@ -234,7 +234,7 @@ class Rates:
         return Estimate(self.full_s(num_tokens), shared_s, self.lookup_s(num_tokens), load_s, compute_s)
 
     def unshared(self, num_tokens: int) -> Estimate:
-        """The estimate of a prompt without a plan."""
+        """Return the estimate of a prompt without a plan."""
         full_s = self.full_s(num_tokens)
         return Estimate(full_s, full_s, self.lookup.seconds(num_tokens), compute_s=full_s)
 

@@ -121,9 +121,9 @@ def _least_squares(scaled: NDArray[np.float64], weights: NDArray[np.float64]) ->
     free = np.flatnonzero(np.diag(matrix))
     shares = np.where(np.diag(matrix) > 0, 0.0, 1.0)
     while free.size:
-        found = np.linalg.solve(matrix[np.ix_(free, free)], target[free])
-        if found.min() >= 0:
-            shares[free] = found
+        solution = np.linalg.solve(matrix[np.ix_(free, free)], target[free])
+        if solution.min() >= 0:
+            shares[free] = solution
             break
-        free = np.delete(free, found.argmin())
+        free = np.delete(free, solution.argmin())
     return shares

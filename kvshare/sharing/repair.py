@@ -18,7 +18,7 @@ from delta_tree import Span
 from kvshare.settings import RepairSettings
 from kvshare.sharing.placed import Placed, Places, continued, ends, merged
 from kvshare.sharing.plan import RepairOrder, small_shift
-from kvshare.sharing.selection import probes
+from kvshare.sharing.repair_choice import probes
 
 # If repairs leave fewer tokens of a copy, these are computed, too: that costs less than an additional run.
 MIN_LEFTOVER = 8
@@ -98,7 +98,7 @@ def _repairable(copies: Placed, end: int) -> tuple[Span, ...]:
 
 
 def _head_lengths(copies: Placed, *, max_small_shift: int, settings: RepairSettings) -> Places:
-    """(M,) tokens to recompute at the start of each copy: 0 if it continues the copy before it."""
+    """Return how many tokens to recompute at the start of each copy, (M,): 0 if it continues the last one."""
     is_relocated = np.abs(copies[:, 1] - copies[:, 2]) > max_small_shift
     is_relocated[1:] |= copies[1:, 0] != copies[:-1, 0]
     lengths = np.where(is_relocated, settings.relocated_head, settings.edit_window)

@@ -40,7 +40,7 @@ class RiskTable:
         return min(found, default=ANY_DEVIATION)
 
     def as_document(self) -> dict[str, dict[str, float]]:
-        """JSON-ready."""
+        """Return it as JSON takes it."""
         return {
             f"{risk:g}": {f"{limit:g}": most for limit, most in limits.items()}
             for risk, limits in self.typical.items()
@@ -50,16 +50,16 @@ class RiskTable:
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """Raises ValueError for what is not a table of positive numbers."""
         try:
-            found = {
+            limits_by_risk = {
                 float(risk): {float(limit): float(most) for limit, most in limits.items()}
                 for risk, limits in document.items()
             }
         except (AttributeError, TypeError) as exc:
             raise ValueError(f"risk: expected numbers by risk and deviation: {exc}") from exc
-        numbers = [each for limits in found.values() for pair in limits.items() for each in pair]
-        if not all(0 < each < inf for each in (*found, *numbers)):
+        numbers = [each for limits in limits_by_risk.values() for pair in limits.items() for each in pair]
+        if not all(0 < each < inf for each in (*limits_by_risk, *numbers)):
             raise ValueError("risk: expected positive, finite numbers")
-        return cls(found)
+        return cls(limits_by_risk)
 
 
 def bound_of_inherited(expected: float, risk: float) -> float:

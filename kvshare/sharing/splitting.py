@@ -31,7 +31,8 @@ OF_STEPS = 1.08
 
 def split_reads(plan: Plan, rates: Rates) -> Plan:
     """
-    The plan, or a faster one that copies only what comes after some place and computes the rest meanwhile.
+    Return the plan, or a faster one that copies only what comes after some place and computes the rest
+    meanwhile.
 
     Its deviation is at most the predicted one: what it computes more has no other context.
     """
@@ -55,11 +56,11 @@ def split_reads(plan: Plan, rates: Rates) -> Plan:
 
 
 def _after(place: int, plan: Plan, rates: Rates) -> Plan:
-    """The plan that copies from a place on."""
+    """Return the plan that copies from a place on."""
     dropped = [copy.target for copy in within(plan.copies, Span(0, place))]
     kept = within(plan.copies, Span(place, plan.num_tokens))
     ahead = Span(0, kept[0].target_start)
-    found = replace(
+    shortened = replace(
         plan,
         copies=kept,
         placeholders=uncovered(kept, plan.num_tokens),
@@ -67,8 +68,8 @@ def _after(place: int, plan: Plan, rates: Rates) -> Plan:
         order=_order_within([Span(ahead.end, plan.num_tokens)], plan.order),
         num_ahead=ahead.end,
     )
-    work = found.work(num_extra_passes=rates.num_extra_passes, queue=rates.queue)
-    return replace(found, estimate=rates.estimate(plan.num_tokens, work))
+    work = shortened.work(num_extra_passes=rates.num_extra_passes, queue=rates.queue)
+    return replace(shortened, estimate=rates.estimate(plan.num_tokens, work))
 
 
 def without_late(plan: Plan, late: Container[SegmentId]) -> Plan | NoPlan:
@@ -90,7 +91,7 @@ def without_late(plan: Plan, late: Container[SegmentId]) -> Plan | NoPlan:
 
 
 def _order_within(spans: Sequence[Span], order: RepairOrder | None) -> RepairOrder | None:
-    """The part of a repair order in these spans, with as many repairs as there is room for."""
+    """Return the part of a repair order in these spans, with as many repairs as there is room for."""
     if order is None:
         return None
     stretches = tuple(

@@ -68,7 +68,7 @@ class Worth:
         self._chances: dict[tuple[str, int], float] = {}
 
     def shortest(self, limits: PlannerLimits) -> float:
-        """The tokens of the shortest prompt whose lookup may save more than it takes; or infinity."""
+        """Return the tokens of the shortest prompt whose lookup may save more than it takes; or infinity."""
         return self._shortest(limits).prefix
 
     def lookup(self, num_tokens: int, limits: PlannerLimits) -> bool:
@@ -76,14 +76,15 @@ class Worth:
         return num_tokens >= self.shortest(limits)
 
     def passages(self, num_tokens: int, limits: PlannerLimits) -> bool:
-        """The same for the search for passages, whose reuse takes a pass."""
+        """Return the same for the search for passages, whose reuse takes a pass."""
         return num_tokens >= self._shortest(limits).passages
 
     def planning(self, num_tokens: int, nomination: Nomination, limits: PlannerLimits) -> bool:
         """
-        Whether a plan may pay by what its donors share with the prompt, as far as that is estimated. Then
-        planning, too, must pay: of prompts that share little most plans are refused, so that it also may take
-        only a small share of their prefill.
+        Return whether a plan may pay, by what its donors are estimated to share with the prompt.
+
+        Planning itself must pay, too. If prompts share little, most plans are refused, so planning may then
+        take only a small share of the prefill.
         """
         scores = [candidate.score for candidate in nomination.candidates]
         if 0.0 in scores:
@@ -100,39 +101,39 @@ class Worth:
 
     @staticmethod
     def unplanned(nomination: Nomination, min_run: int) -> Reason:
-        """Why no plan was tried: planning does not pay, or no candidate is similar to the prompt."""
+        """Return why no plan was tried: planning does not pay, or no candidate is similar to the prompt."""
         shared = sum(candidate.score for candidate in nomination.candidates)
         is_similar = shared >= _UNSURE or nomination.num_prefix_tokens >= min_run
         return Reason.DOES_NOT_PAY if is_similar else Reason.NO_CANDIDATES
 
     def _shortest(self, limits: PlannerLimits) -> _Shortest:
-        rates, threshold, known = self._cost.rates, limits.threshold, self._known
-        if known is None or known.threshold is not threshold:
+        rates, threshold, last = self._cost.rates, limits.threshold, self._known
+        if last is None or last.threshold is not threshold:
             return self._found_shortest(rates, threshold)
-        if known.rates is not rates:
+        if last.rates is not rates:
             if self._later is None:
                 return self._found_shortest(rates, threshold)
-            self._known = known._replace(rates=rates)  # so that no other request asks for it
+            self._known = last._replace(rates=rates)  # so that no other request asks for it
             self._later(lambda: self._refresh(threshold))
-        return self._known or known
+        return self._known or last
 
     def _refresh(self, threshold: MinSaved) -> None:
         self._found_shortest(self._cost.rates, threshold)
 
     def _found_shortest(self, rates: Rates, threshold: MinSaved) -> _Shortest:
         hopeful = self._cost.hopeful()
-        found = (
+        break_evens = (
             hopeful.break_even(computed=computed, threshold=threshold, with_lookup=True)
             for computed in (0.0, _FEW_CHANGES)
         )
-        lengths = (math.inf if length is None else length for length in found)
+        lengths = (math.inf if length is None else length for length in break_evens)
         self._known = known = _Shortest(rates, threshold, *lengths)
         return known
 
     def search(self, num_tokens: int, limits: PlannerLimits) -> Search:
         """
-        What may save more than it takes, while a prompt without a donor is not slowed where few of the last
-        had one; now and then more than that, to measure it.
+        Return the widest search that may save more than it takes. If few of the latest prompts had a donor,
+        it must not slow a prompt without one. Now and then a wider search is made, to measure it.
         """
         seconds = self._cost.rates.lookup.seconds(num_tokens)
         is_worth = self.passages(num_tokens, limits) and (
@@ -144,11 +145,11 @@ class Worth:
 
     def embedding(self, num_tokens: int, limits: PlannerLimits) -> bool:
         """
-        Whether an embedding takes only a small share of what the donor that it may find would save, and a
-        prompt for which it finds none is not slowed. One in many is made to learn whether it finds any.
+        Return whether to make an embedding: it takes only a small share of what a donor would save, and does
+        not slow a prompt without a donor. One in many is made anyway, to learn whether it finds donors.
 
-        Not before both are measured: embeddings are whenever a prompt is stored, so no request waits for one
-        to be tried.
+        None is made before embeddings and prefills were measured. Embeddings are measured when prompts are
+        stored, so no request waits for a trial.
         """
         share, rates = limits.dense_max_share, self._cost.rates
         if share is None:
@@ -162,9 +163,9 @@ class Worth:
 
     def learn(self, lookup: Lookup) -> None:
         """
-        What the searches for a prompt took, and planning where there were donors, and of what use.
+        Learn how long the searches for a prompt took, how long planning, and what they found.
 
-        Nothing of a search for a prefix only, which is always worth its microseconds.
+        A search for a prefix only teaches nothing: it is always worth its microseconds.
         """
         num_tokens, embedding_s = lookup.num_tokens, lookup.stage_seconds.get("embedding")
         if "fingerprint" in lookup.stage_seconds:
@@ -188,8 +189,8 @@ class Worth:
 
     def _may_take(self, kind: str, seconds: float, num_tokens: int, limits: PlannerLimits) -> bool:
         """
-        Whether so little that a prompt without a donor is not slowed; more, the more have one. Anything where
-        plans may even lose time, and where nothing is learned, as the chance is not.
+        Return whether a search may take so long: a prompt without a donor must not be slowed, and the more
+        prompts have one, the more it may take. Always true if plans may lose time, or nothing is learned.
         """
         if not self._cost.is_learning or limits.threshold.min_saved_s < 0:
             return True
@@ -202,7 +203,7 @@ class Worth:
         limits: PlannerLimits,
         queue: Queue,
     ) -> Plan | NoPlan:
-        """The plan that pays; or one to measure what it takes, as the rates that refuse it may be wrong."""
+        """Return the plan that pays, or one that measures rates which may be wrong to refuse it."""
         excess_s = self._cost.waits.excess_s(queue.computing_s)
         rates = replace(self._cost.rates, queue=replace(queue, excess_s=excess_s))
         plan = make(limits, rates)

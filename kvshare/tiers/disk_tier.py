@@ -118,12 +118,12 @@ class DiskTier:
 
     def described(self) -> list[Segment]:
         """List the segments that the files of the start claim to be; `read` checks that. `adopt` is next."""
-        indexed, found = read_index(self._files, self._folder), []
+        indexed, segments = read_index(self._files, self._folder), []
         for segment_id, num_bytes in self._found.items():
             segment = indexed.get(segment_id) or self._claimed(segment_id)
             if segment is not None and may_hold(num_bytes, segment):
-                found.append(segment)
-        return found
+                segments.append(segment)
+        return segments
 
     def save_index(self) -> None:
         """Write what `described` reads at the next start. If that fails, the next start takes longer."""
@@ -214,10 +214,10 @@ class DiskTier:
             return None
         try:
             is_small, path = segment.num_bytes < CHUNK_BYTES, self._path(segment_id)
-            with closing(StoredObject(self._files, path, self.bytes_read, counts_header=is_small)) as found:
-                self._check(found.header, segment)
-                numbers = range(len(found.header.planes)) if planes is None else planes
-                rows = tuple(found.rows(number) for number in numbers)
+            with closing(StoredObject(self._files, path, self.bytes_read, counts_header=is_small)) as stored:
+                self._check(stored.header, segment)
+                numbers = range(len(stored.header.planes)) if planes is None else planes
+                rows = tuple(stored.rows(number) for number in numbers)
         except (ObjectError, OSError) as exc:
             if isinstance(exc, OSError) and exc.errno in _OURS:
                 raise BusyError from exc

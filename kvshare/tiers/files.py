@@ -48,11 +48,11 @@ class Files:
     def entries(self, folder: Path) -> Iterator[tuple[str, int, bool]]:
         """Yield name, bytes and whether it is a folder for each entry; nothing if `folder` is missing."""
         try:
-            found = os.scandir(folder)
+            listing = os.scandir(folder)
         except FileNotFoundError:
             return
-        with found:
-            for entry in found:
+        with listing:
+            for entry in listing:
                 try:
                     is_folder = entry.is_dir(follow_symlinks=False)
                     yield entry.name, entry.stat(follow_symlinks=False).st_size, is_folder

@@ -61,11 +61,11 @@ class StoredFiles:
 
     def sizes(self) -> dict[Path, int]:
         """Return the bytes of each file of the store, also of unfinished ones."""
-        found = {}
+        by_path = {}
         for path in self._all():
             with suppress(FileNotFoundError):  # a running server deleted it meanwhile
-                found[path] = path.lstat().st_size
-        return found
+                by_path[path] = path.lstat().st_size
+        return by_path
 
     def verified(self) -> VerifiedStore:
         """Read every object whole, and compare it with its checks. A server may run meanwhile."""

@@ -84,13 +84,13 @@ class ObjectForm:
 
     def planes(self, num_tokens: int) -> tuple[StoredPlane, ...]:
         """Return the planes of a segment of this length, in the order of their bytes."""
-        start, found = 0, []
+        start, planes = 0, []
         dtype = _DTYPES[str(self.layout.dtype).removeprefix("torch.")]
         for name, shape in self._shapes(num_tokens):
             end = start + self.layout.dtype.itemsize * int(np.prod(shape))
-            found.append(StoredPlane(name, dtype, shape, start, end))
+            planes.append(StoredPlane(name, dtype, shape, start, end))
             start = end
-        return tuple(found)
+        return tuple(planes)
 
     def _shapes(self, num_tokens: int) -> list[tuple[str, tuple[int, ...]]]:
         planes = enumerate(self.layout.planes)
@@ -131,7 +131,7 @@ class Header:
     def _document(self) -> dict[str, Any]:
         segment = {name: str(value) for name, value in asdict(self.segment).items()}
         checks = " ".join(",".join(f"{check:016x}" for check in of_plane) for of_plane in self.checks)
-        own = {"format": FORMAT, "fingerprint": self.fingerprint, "checks": checks, **segment}
+        metadata = {"format": FORMAT, "fingerprint": self.fingerprint, "checks": checks, **segment}
         tensors = {
             plane.name: {
                 "dtype": plane.dtype,
@@ -140,28 +140,28 @@ class Header:
             }
             for plane in self.planes
         }
-        return {"__metadata__": own, **tensors}
+        return {"__metadata__": metadata, **tensors}
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
         """Read a header. Raises ObjectError for bytes that `to_bytes` did not write."""
         try:
             document = json.loads(raw[8:])
-            own = document.pop("__metadata__")
-            expected = own.pop("check")
-            if own.pop("format") != FORMAT:
+            metadata = document.pop("__metadata__")
+            expected = metadata.pop("check")
+            if metadata.pop("format") != FORMAT:
                 raise ObjectError("it has another format")
             tensors = document.items()
             header = cls(
-                segment=_segment_of(own),
-                fingerprint=own["fingerprint"],
+                segment=_segment_of(metadata),
+                fingerprint=metadata["fingerprint"],
                 planes=tuple(
                     StoredPlane(name, one["dtype"], tuple(one["shape"]), *one["data_offsets"])
                     for name, one in tensors
                 ),
                 checks=tuple(
                     tuple(int(check, 16) for check in of_plane.split(","))
-                    for of_plane in own["checks"].split(" ")
+                    for of_plane in metadata["checks"].split(" ")
                 ),
                 num_bytes=len(raw),
             )
@@ -229,29 +229,29 @@ class StoredObject:
         described, checks = self.header.planes[plane], self.header.checks[plane]
         last = described.shape[0] if last is None else last
         start = self.header.num_bytes + described.start + first * described.layer_bytes
-        found = self._read(start, (last - first) * described.layer_bytes).reshape(last - first, -1)
-        if checks_of([found]) != (checks[first:last],):
+        data = self._read(start, (last - first) * described.layer_bytes).reshape(last - first, -1)
+        if checks_of([data]) != (checks[first:last],):
             raise ObjectError("its bytes do not match their checks")
-        return found
+        return data
 
     def _read(self, start: int, num_bytes: int) -> Rows:
-        found = np.empty(num_bytes, dtype=np.uint8)
-        into, done = found.data, 0
+        data = np.empty(num_bytes, dtype=np.uint8)
+        into, done = data.data, 0
         while done < num_bytes:
             count = self._files.read(self._descriptor, into[done : done + CHUNK_BYTES], start + done)
             if not count:
                 raise ObjectError(f"it ends {num_bytes - done} bytes too early")
             done += count
             self._progress.add(count)
-        return found
+        return data
 
 
 def verify(files: Files, path: Path) -> Header:
     """Read a whole object, and compare it with its checks. Raises ObjectError, OSError."""
-    with closing(StoredObject(files, path)) as found:
-        for number in range(len(found.header.planes)):
-            found.rows(number)
-        return found.header
+    with closing(StoredObject(files, path)) as stored:
+        for number in range(len(stored.header.planes)):
+            stored.rows(number)
+        return stored.header
 
 
 def claimed(files: Files, path: Path) -> tuple[Segment, str]:
@@ -279,8 +279,8 @@ def claimed(files: Files, path: Path) -> tuple[Segment, str]:
         files.close(descriptor)
 
 
-def _segment_of(own: dict[str, str]) -> Segment:
-    values = {field.name: own[field.name] for field in fields(Segment)}
+def _segment_of(metadata: dict[str, str]) -> Segment:
+    values = {field.name: metadata[field.name] for field in fields(Segment)}
     namespace = values.pop("namespace")
     return Segment(namespace=namespace, **{name: int(value) for name, value in values.items()})  # type: ignore[arg-type]  # ids are integers
 

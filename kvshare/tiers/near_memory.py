@@ -74,10 +74,10 @@ class NearMemory(Generic[SizedT]):
 
     def use(self, segment_ids: Iterable[SegmentId]) -> dict[SegmentId, SizedT]:
         """Return those of the segments that are in memory, and count a use of each."""
-        found = {each: entry for each in segment_ids if (entry := self._held.get(each)) is not None}
-        for segment_id, entry in found.items():
+        held = {each: entry for each in segment_ids if (entry := self._held.get(each)) is not None}
+        for segment_id, entry in held.items():
             self._note_use(segment_id, entry)
-        return found
+        return held
 
     def forget(self, segment_id: SegmentId, *, for_room: bool = False) -> None:
         """Free a segment's memory; one that is not held is ignored. The segment may come back from below."""

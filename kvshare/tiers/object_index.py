@@ -38,15 +38,15 @@ def write_index(files: Files, folder: Path, segments: Collection[Segment]) -> No
     rows = np.array(
         [
             (
-                each.segment_id,
-                numbers.setdefault(each.namespace, len(numbers)),
-                each.first_position,
-                each.num_tokens,
-                each.generation,
-                each.num_bytes,
-                each.checksum,
+                segment.segment_id,
+                numbers.setdefault(segment.namespace, len(numbers)),
+                segment.first_position,
+                segment.num_tokens,
+                segment.generation,
+                segment.num_bytes,
+                segment.checksum,
             )
-            for each in segments
+            for segment in segments
         ],
         dtype="<u8",
     )
@@ -71,10 +71,10 @@ def read_index(files: Files, folder: Path) -> dict[SegmentId, Segment]:
         if xxhash.xxh3_128_digest(body) != check:
             return {}
         line, _, table = body.partition(b"\n")
-        own = json.loads(line)
-        if own["format"] != FORMAT:
+        header = json.loads(line)
+        if header["format"] != FORMAT:
             return {}
-        names: list[str] = own["namespaces"]
+        names: list[str] = header["namespaces"]
         rows = np.frombuffer(table, dtype="<u8").reshape(-1, _COLUMNS).tolist()
         return {
             row[0]: Segment(SegmentId(row[0]), names[row[1]], *row[2:])  # in the order of its fields

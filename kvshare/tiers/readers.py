@@ -39,9 +39,9 @@ class TierReaders:
 
         Raises:  RuntimeError if no thread can be started
         """
-        found: Future[_T | None] = Future()
-        self._begin(segment_id, take, found, 0)
-        return found
+        future: Future[_T | None] = Future()
+        self._begin(segment_id, take, future, 0)
+        return future
 
     def close(self, *, waits: bool) -> None:
         """Cancel reads that have not begun. `waits`: wait for those that have."""
@@ -49,24 +49,24 @@ class TierReaders:
             pool.shutdown(wait=waits, cancel_futures=True)
 
     def _begin(
-        self, segment_id: SegmentId, take: Take[_T], found: Future[_T | None], first: int, busy: bool = False
+        self, segment_id: SegmentId, take: Take[_T], future: Future[_T | None], first: int, busy: bool = False
     ) -> None:
         """Read from the first tier from `first` on that knows the segment. `busy`: one before was busy."""
         numbers = range(first, len(self._tiers))
         number = next((each for each in numbers if segment_id in self._tiers[each]), None)
         if number is not None:
-            read = self._pools[number].submit(self._read, segment_id, take, found, number, busy)
-            read.add_done_callback(partial(_end_cancelled, found))
-        elif found.running() or found.set_running_or_notify_cancel():
+            read = self._pools[number].submit(self._read, segment_id, take, future, number, busy)
+            read.add_done_callback(partial(_end_cancelled, future))
+        elif future.running() or future.set_running_or_notify_cancel():
             if busy:
-                found.set_exception(BusyError())
+                future.set_exception(BusyError())
             else:
-                found.set_result(None)
+                future.set_result(None)
 
     def _read(
-        self, segment_id: SegmentId, take: Take[_T], found: Future[_T | None], number: int, busy: bool
+        self, segment_id: SegmentId, take: Take[_T], future: Future[_T | None], number: int, busy: bool
     ) -> None:
-        if not (found.running() or found.set_running_or_notify_cancel()):
+        if not (future.running() or future.set_running_or_notify_cancel()):
             return
         tier = self._tiers[number]
         try:
@@ -76,11 +76,11 @@ class TierReaders:
             except BusyError:
                 busy = True
             if rows is not None and segment is not None:
-                found.set_result(take(tier, segment, rows))
+                future.set_result(take(tier, segment, rows))
             else:
-                self._begin(segment_id, take, found, number + 1, busy)
+                self._begin(segment_id, take, future, number + 1, busy)
         except Exception as exc:  # noqa: BLE001  `result_of` raises it
-            found.set_exception(exc)
+            future.set_exception(exc)
 
 
 def result_of(read: Future[_T | None]) -> _T | None:
@@ -126,11 +126,11 @@ class StackReads:
         return waited
 
 
-def _end_cancelled(found: Future[_T | None], read: Future[None]) -> None:
+def _end_cancelled(future: Future[_T | None], read: Future[None]) -> None:
     """End the future of a read that was cancelled before it began, as this process stops."""
     if not read.cancelled():
         return
-    if found.running():
-        found.set_exception(BusyError())
-    elif found.cancel():
-        found.set_running_or_notify_cancel()
+    if future.running():
+        future.set_exception(BusyError())
+    elif future.cancel():
+        future.set_running_or_notify_cancel()

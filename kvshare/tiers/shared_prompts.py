@@ -61,14 +61,14 @@ class SharedPrompt:
 
     def to_bytes(self) -> bytes:
         """Write the record: a check of the rest, a line of JSON, the tokens, the pieces."""
-        own = {
+        header = {
             "format": FORMAT,
             "namespace": self.namespace,
             "num_tokens": len(self.token_ids),
             "owner": None if self.owner is None else asdict(self.owner),
             "segments": [_numbers(segment) for segment in self.segments],
         }
-        line = json.dumps(own, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(header, separators=(",", ":")).encode() + b"\n"
         body = line + np.ascontiguousarray(self.token_ids, dtype="<i4").tobytes() + self.pieces.to_bytes()
         return xxhash.xxh3_128_digest(body) + body
 
@@ -80,24 +80,24 @@ class SharedPrompt:
             raise RecordError("it does not match its check")
         line, _, rest = body.partition(b"\n")
         try:
-            own: dict[str, Any] = json.loads(line)
-            if own["format"] != FORMAT:
+            header: dict[str, Any] = json.loads(line)
+            if header["format"] != FORMAT:
                 raise RecordError("it has another format")
-            end = 4 * own["num_tokens"]
-            namespace, owner = own["namespace"], _owner(own["owner"])
+            end = 4 * header["num_tokens"]
+            namespace, owner = header["namespace"], _owner(header["owner"])
             if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
                 raise RecordError("its namespace is none")
-            found = cls(
+            record = cls(
                 namespace=namespace,
                 token_ids=token_ids(np.frombuffer(rest[:end], dtype="<i4")),
                 pieces=PieceTable.from_bytes(rest[end:]),
-                segments=tuple(_segment(namespace, numbers) for numbers in own["segments"]),
+                segments=tuple(_segment(namespace, numbers) for numbers in header["segments"]),
                 owner=owner,
             )
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError, DeltaTreeError) as exc:
             raise RecordError("it cannot be read") from exc
-        found._check()
-        return found
+        record._check()
+        return record
 
     def _check(self) -> None:
         lengths = {segment.segment_id: segment.num_tokens for segment in self.segments}

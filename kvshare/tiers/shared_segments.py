@@ -84,15 +84,15 @@ class SegmentNews:
             if not isinstance(namespace, str):
                 raise TypeError("expected text")
             first_position, num_tokens, generation, num_bytes, checksum = map(int, numbers)
-            found = Segment(
+            segment = Segment(
                 *(SegmentId(int(segment_id)), namespace, first_position),
                 *(num_tokens, generation, num_bytes, checksum),
             )
         except (SealError, ValueError, TypeError, OverflowError, RecursionError):
             self.num_damaged += 1
             return None
-        is_one = 0 < found.segment_id < 2**63 and 0 <= found.checksum < 2**64
+        is_one = 0 < segment.segment_id < 2**63 and 0 <= segment.checksum < 2**64
         if not is_one or min(num_tokens, num_bytes) <= 0 or generation or first_position < 0:
             self.num_damaged += 1
             return None
-        return found
+        return segment

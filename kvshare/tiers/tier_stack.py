@@ -122,14 +122,14 @@ class TierStack:
         self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf, doubt_s: float = math.inf
     ) -> Fetched:
         """
-        The segments whose bytes match their checks. The others are missing, or late: not read in that time,
-        or not to be expected in it, see `pace.py`. What comes late is in memory for the next request.
+        Return the segments whose bytes match their checks. The others are missing or late: they were not read
+        in time, or their pace (`pace.py`) says so. Late ones will be in memory for the next request.
         """
-        found = self.begin(segment_ids, within_s=within_s, doubt_s=doubt_s)
-        if found.reads is None:
-            return found
-        found.reads.wait(math.inf)
-        return found.reads.end()
+        fetched = self.begin(segment_ids, within_s=within_s, doubt_s=doubt_s)
+        if fetched.reads is None:
+            return fetched
+        fetched.reads.wait(math.inf)
+        return fetched.reads.end()
 
     def begin(self, segment_ids: Iterable[SegmentId], *, within_s: float, doubt_s: float) -> Fetched:
         """Do what `fetch` does without waiting. `late` is what is not read at all now."""
@@ -146,13 +146,13 @@ class TierStack:
         far = [entry for entry in wanted if entry not in segments and entry in self.below]
         nearest, is_paused = self.below.parts[0], self._slow.is_paused
         late = frozenset(entry for entry in far if is_paused and entry in nearest)
-        found = Fetched(segments, frozenset(wanted).difference(segments, far), late)
+        fetched = Fetched(segments, frozenset(wanted).difference(segments, far), late)
         if not far:
-            self._counts["missing"] += len(found.missing)
-            return found
+            self._counts["missing"] += len(fetched.missing)
+            return fetched
         reads = {self._readers.read(entry, self._into_memory): entry for entry in far if entry not in late}
         waiting = paced(reads, nearest, within_s=within_s, doubt_s=doubt_s)
-        return replace(found, reads=StackReads(waiting, partial(self._ended, found, reads)))
+        return replace(fetched, reads=StackReads(waiting, partial(self._ended, fetched, reads)))
 
     def note_open(self) -> None:
         """Note that the disk, which could not be opened before, is open now."""
@@ -178,11 +178,11 @@ class TierStack:
             num_hits=self._counts["memory"],
             num_misses=num_hits + num_late + missing,
         )
-        found, of_lower = [memory], self.below.parts[1:]
+        statuses, of_lower = [memory], self.below.parts[1:]
         num_lower = sum(self._counts[tier.name] for tier in of_lower)
         for number, tier in enumerate(self.below.parts):
             is_first, counts = number == 0, tier.counts
-            found.append(
+            statuses.append(
                 TierStatus(
                     name=tier.name,
                     num_segments=len(tier),
@@ -198,7 +198,7 @@ class TierStack:
                     is_late=is_first and self._slow.is_recent,
                 )
             )
-        return tuple(found)
+        return tuple(statuses)
 
     def _share_of(self, tier: LowerTier) -> Share:
         def held() -> int:

@@ -56,7 +56,7 @@ class KVShareMultiConnector(MultiConnector):
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: VllmConfig) -> list[tuple[Any, VllmConfig]]:
         """
-        Ours learns the names of the other connectors.
+        Tell our connector the names of the others.
 
         All have the outer policy for failed loads, which is the only one that vLLM itself looks at.
         """
@@ -91,14 +91,14 @@ class KVShareMultiConnector(MultiConnector):
     def _by_child(
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
     ) -> Sequence[tuple[KVConnectorBase_V1, dict[Any, KVConnectorHandshakeMetadata]]]:
-        """Each child with what its workers sent, if anything, by their ranks."""
-        found = []
+        """Return each child with what its workers sent, if anything, by their ranks."""
+        children = []
         for place, child in enumerate(self._connectors):
-            own = {
+            parts = {
                 rank: part
                 for rank, sent in metadata.items()
                 if isinstance(sent, HandshakesOfChildren) and (part := sent.each[place]) is not None
             }
-            if own:
-                found.append((child, own))
-        return found
+            if parts:
+                children.append((child, parts))
+        return children

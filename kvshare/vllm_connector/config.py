@@ -69,7 +69,7 @@ class ConnectorSettings:
         return settings
 
     def unsupported_beside(self) -> list[str]:
-        """Why nothing is shared next to the other connectors; empty where all find KV by hashes of blocks."""
+        """Return why nothing is shared next to the other connectors; empty if all find KV by hashes."""
         return [
             f"{name} next to KVShare is not supported: it may find KV by its tokens alone, approximate KV "
             "too (if it goes by vLLM's block hashes only, name it in by_block_hash of kvshare's settings)"
@@ -79,7 +79,7 @@ class ConnectorSettings:
 
 
 def unsupported_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
-    """Reasons why nothing can be shared with this configuration, each with what to change; empty if none."""
+    """Return why nothing can be shared with this configuration, each with what to change; empty if it can."""
     model = config.model_config
     if model.is_hybrid or model.is_attention_free:  # what is odd about its cache follows from that
         return known_reasons(config)
@@ -114,7 +114,7 @@ def _platform_and_parallel(config: VllmConfig) -> dict[str, bool]:
 
 def data_parallel_rank(config: VllmConfig) -> int | None:
     """
-    The data-parallel rank of this engine; None where a vLLM has a single engine.
+    Return the data-parallel rank of this engine; None where a vLLM has a single engine.
 
     For a model without experts vLLM 0.32 resets data_parallel_size to 1 before it creates the connector. Two
     signs of the rank are left: the index, and the same index at the end of the engine's id. A user's own id

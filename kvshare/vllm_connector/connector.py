@@ -88,9 +88,9 @@ _INSIDE_ANOTHER = (
 
 class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     """
-    Method names and contracts are vLLM's. After the start an error of ours only leaves a request unshared.
+    Method names and contracts are vLLM's. After the start, an error of ours leaves a request unshared.
 
-    It reaches vLLM only where vLLM already counts on KV that cannot be provided any more.
+    It is raised into vLLM only where vLLM already expects KV that we can no longer provide.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.advance(self._step_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: before vLLM's forward pass the KV of its requests is loaded."""
+        """Do nothing: before vLLM's forward pass the KV of its requests is loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -245,7 +245,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         keeping: frozenset[str] = frozenset()
         with _contained():
             keeping = self._scheduler.update_connector_output(report, connector_output.finished_sending or ())
-        if keeping:  # of ended requests vLLM would free the blocks, into which copies are still written
+        if keeping:  # these requests have ended, but copies are still written into their blocks
             connector_output.finished_recving = (connector_output.finished_recving or set()) - keeping
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -67,12 +67,12 @@ class LoadRequest:
 
     @property
     def stored_ids(self) -> frozenset[SegmentId]:
-        """Segments of which something is read from host memory."""
+        """Return the segments of which something is read from host memory."""
         return frozenset(copy.segment_id for copy in self.copies if copy not in self.sources)
 
     @property
     def num_from_blocks(self) -> int:
-        """Tokens that are not copied from host memory."""
+        """Return the number of tokens that are not copied from host memory."""
         return sum(len(target) for copy, target in self.targets() if copy in self.sources)
 
     @property
@@ -89,7 +89,7 @@ class LoadRequest:
         ]
 
     def runs(self, unreadable: frozenset[SegmentId] = frozenset()) -> tuple[Span, ...]:
-        """Spans to compute: those that no readable copy covers."""
+        """Return the spans to compute: those that no readable copy covers."""
         placed = [span for _, span in self.targets(unreadable)]
         return gaps(merge([Span(0, self.start), *placed]), self.end)
 
@@ -113,12 +113,12 @@ class LoadRequest:
 
     @property
     def head(self) -> Span:
-        """What comes before the first copy: it attends to nothing that is copied."""
+        """Return what comes before the first copy: it attends to nothing that is copied."""
         first = min((target.start for _, target in self.targets()), default=self.end)
         return Span(self.start, max(self.start, first))
 
     def passed(self, unreadable: frozenset[SegmentId] = frozenset()) -> tuple[Span, ...]:
-        """What a pass goes over: what it computes, and rows of copies that a drafting head computes."""
+        """Return what a pass goes over: what it computes, and rows of copies for a drafting head."""
         rows = (Span(place, place + 1) for place in self.head_rows(unreadable))
         return merge([*self.runs(unreadable), *rows])
 
@@ -231,7 +231,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     @property
     def unreadable(self) -> frozenset[SegmentId]:
-        """Segments that are missing or damaged wherever they should be."""
+        """Return the segments that are missing or damaged wherever they should be."""
         return frozenset().union(*(result.unreadable - result.late for result in self.loads.values()))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

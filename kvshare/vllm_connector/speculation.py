@@ -35,13 +35,13 @@ _HEADS = {  # the architectures that were tested, by method
 
 
 def method_of(config: VllmConfig) -> str:
-    """The method's name in vLLM; empty where speculative decoding is off."""
+    """Return the method's name in vLLM; empty where speculative decoding is off."""
     speculative = config.speculative_config
     return "" if speculative is None else str(speculative.method)
 
 
 def drafts_by_head(config: VllmConfig) -> bool:
-    """Whether its drafts come from the target's hidden states, by a head whose rows can be shared."""
+    """Return whether its drafts come from the target's hidden states, by a head whose rows can be shared."""
     return method_of(config) in _HEADS and not _is_without_rows(config)
 
 
@@ -50,19 +50,19 @@ def _is_without_rows(config: VllmConfig) -> bool:
 
 
 def _kinds(config: VllmConfig) -> Sequence[str]:
-    """The architectures of what drafts."""
+    """Return the architectures of what drafts."""
     kinds: Sequence[str] = config.speculative_config.draft_model_config.architectures
     return kinds
 
 
 def has_rows(config: VllmConfig) -> bool:
-    """Whether what drafts has KV of its own that is shared."""
+    """Return whether what drafts has KV of its own that is shared."""
     return method_of(config) == _BY_MODEL or drafts_by_head(config)
 
 
 def drafts_after_report(config: VllmConfig) -> bool:
     """
-    Whether rows of a step may still be written when vLLM counts the step as done.
+    Return whether rows of a step may still be written when vLLM counts the step as done.
 
     Model runner V2 sends a step's output before it drafts. Runner V1 drafts first.
     """
@@ -124,7 +124,7 @@ def _limits_of_model(config: VllmConfig) -> Sequence[str]:
 
 
 def draft_model_of(runner: Any) -> torch.nn.Module | None:
-    """The model that drafts, of either of vLLM's model runners; None where it has none."""
+    """Return the model that drafts, of either of vLLM's model runners; None where it has none."""
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
     return model if isinstance(model, torch.nn.Module) else None

@@ -117,16 +117,16 @@ class KVShareWorker(PlatformWorker):
 
 
 def with_users_of_kv(config: KVCacheConfig, layers: Mapping[str, Any]) -> KVCacheConfig:
-    """The same, where layers that have no KV of their own have the spec of the layer whose KV they use."""
-    own = copy.deepcopy(config)
-    for group in own.kv_cache_groups:
+    """Return the same; layers without KV of their own have the spec of the layer whose KV they use."""
+    copied = copy.deepcopy(config)
+    for group in copied.kv_cache_groups:
         if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
             specs = group.kv_cache_spec.kv_cache_specs
             for name, layer in layers.items():
                 target = getattr(layer, "kv_sharing_target_layer_name", None)
                 if target in specs:
                     specs.setdefault(name, specs[target])
-    return own
+    return copied
 
 
 def _attach(worker: KVShareWorker) -> None:

@@ -53,7 +53,7 @@ def are_shareable(media: Sequence[Medium], num_tokens: int) -> bool:
 
 def identified(token_ids: TokenIds, media: Sequence[Medium]) -> TokenIds:
     """
-    The tokens, with ids of the media in place of their placeholders.
+    Return the tokens, with ids of the media in place of their placeholders.
 
     Shapes:  token_ids (T,) int32 -> (T,) int32, read-only; the same array without media
     Raises:  ValueError if a medium is not within the prompt

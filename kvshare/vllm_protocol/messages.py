@@ -249,12 +249,12 @@ class Journal(Message):
 
 def budget_of(max_bytes: int) -> int:
     """
-    The bytes of a replica's memory that the proxy fills. The rest is for prompts that the replica saves
-    before the proxy has evicted others for them: see docs/decisions/0001-who-orders-evictions.md.
+    Return the bytes of a replica's memory that the proxy fills. The rest is for prompts that the replica
+    saves before the proxy has evicted others for them: see docs/decisions/0001-who-orders-evictions.md.
     """
     return max_bytes - max_bytes // HEADROOM
 
 
 def digest_of(token_ids: TokenIds | Sequence[int]) -> str:
-    """The hash of token ids that ties a plan to its prompt: 32 hex digits."""
+    """Return the hash of token ids that ties a plan to its prompt: 32 hex digits."""
     return hashlib.blake2b(np.asarray(token_ids, dtype="<i4").tobytes(), digest_size=16).hexdigest()

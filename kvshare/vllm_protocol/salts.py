@@ -11,7 +11,7 @@ _DOMAIN = b"kvshare.cache_salt.v1"
 
 def owner_salt(owner: Owner) -> str:
     """
-    The salt of an owner's requests, so that vLLM's own prefix cache is never shared between owners.
+    Return the salt of an owner's requests, so that vLLM's own prefix cache is never shared between owners.
 
     A client's own salt is part of the owner: it divides that cache, and cannot select another owner's.
     """
@@ -19,5 +19,5 @@ def owner_salt(owner: Owner) -> str:
 
 
 def private_salt(ticket_id: str) -> str:
-    """The unique salt of a request with approximate KV."""
+    """Return the unique salt of a request with approximate KV."""
     return f"kvshare-private-{ticket_id}"

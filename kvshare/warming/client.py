@@ -91,7 +91,7 @@ class WarmClient:
             await asyncio.sleep(waits_s)
 
     async def stored_as(self, request_id: str) -> int | None:
-        """The node of a request's prompt, once that is known; None where it was not stored."""
+        """Return the node of a request's prompt, once that is known; None where it was not stored."""
         loop, look_s = asyncio.get_running_loop(), _FIRST_LOOK_S
         deadline = loop.time() + _SETTLED_S
         while loop.time() < deadline:
@@ -134,7 +134,7 @@ def _base(url: str) -> str:
 
 
 async def _document(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    """The answer's JSON object; empty where it is none."""
+    """Return the answer's JSON object; empty where it is none."""
     try:
         document = await response.json(content_type=None)
     except ValueError:
@@ -143,7 +143,7 @@ async def _document(response: aiohttp.ClientResponse) -> dict[str, Any]:
 
 
 def _why(document: Mapping[str, Any], status: int) -> str:
-    """The error's code, or where it has none the status and the field that is wrong. 0: no answer."""
+    """Return the error's code, or where it has none the status and the field that is wrong. 0: no answer."""
     if (code := error_code(document)) != "error" and not code.isdigit():
         return code
     error = document.get("error")

@@ -87,7 +87,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def broken_off(self, reply: ErrorReply) -> bytes:
-        """The last events of a stream that failed: one that merely ends looks like success."""
+        """The last events of a stream that failed. Without them it would look as if it had succeeded."""
 
 
 class BlockKind(StrEnum):
@@ -113,9 +113,7 @@ class Block:
     call_id: str = ""
     name: str = ""  # of the tool
     number: int = 0  # of the call among the calls
-    is_cut_off: bool = (
-        False  # the answer ended in it at the token limit or by an error; a call: it is not whole
-    )
+    is_cut_off: bool = False  # the answer ended in this block, by the limit or an error; an incomplete call
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvshare.admin import Evict, Pin, Unpin
+from proxy.openapi.answers import AnyObject, HealthAnswer, LiveSettingsBody, PartsAnswer, ReadinessAnswer
 from proxy.openapi.operation import (
     HTML,
     JSON,
@@ -22,7 +24,7 @@ _ABOUT = partial(Operation, "GET", group=RouteGroup.ABOUT, access=RouteAccess.OP
 _OPERATORS = RouteGroup.OPERATORS
 _ADMIN = partial(
     Operation,
-    answers={200: RouteAnswer("The answer.", {JSON: "Document"})},
+    answers={200: RouteAnswer("The answer.", {JSON: AnyObject})},
     group=_OPERATORS,
     access=RouteAccess.ADMIN,
 )
@@ -33,24 +35,24 @@ _TENANT = text("The name of a tenant.")
 _FILES = {"text/css": None, "text/javascript": None, "image/svg+xml": None, HTML: None}
 
 COMMON_ROUTES = (
-    _PROBE("/health", "Whether the process answers", {200: RouteAnswer("It does.", {JSON: "Health"})}),
+    _PROBE("/health", "Whether the process answers", {200: RouteAnswer("It does.", {JSON: HealthAnswer})}),
     _PROBE(
         "/ready",
         "Whether requests are taken",
         {
-            200: RouteAnswer("They are.", {JSON: "Readiness"}),
-            503: RouteAnswer("They are not.", {JSON: "Readiness"}),
+            200: RouteAnswer("They are.", {JSON: ReadinessAnswer}),
+            503: RouteAnswer("They are not.", {JSON: ReadinessAnswer}),
         },
         description="Not while the model is loaded, while the server drains, and when its engine has failed.",
     ),
     _PROBE(
         "/status",
         "How each part is, since when, and what to do",
-        {200: RouteAnswer("The list; empty until the engine is up.", {JSON: "Parts"})},
+        {200: RouteAnswer("The list; empty until the engine is up.", {JSON: PartsAnswer})},
         description="Of the parts that requests can be served without. Details are in /admin/status and "
         "in the log.",
     ),
-    _ABOUT("/openapi.json", "This document", {200: RouteAnswer("OpenAPI 3.1.", {JSON: "Document"})}),
+    _ABOUT("/openapi.json", "This document", {200: RouteAnswer("OpenAPI 3.1.", {JSON: AnyObject})}),
     _ABOUT(
         "/docs", "This document as a page", {200: RouteAnswer("A page that needs no network.", {HTML: None})}
     ),
@@ -144,7 +146,7 @@ COMMON_ROUTES = (
         "/admin/evict",
         "Drop stored prompts",
         description="Exactly one of `node`, `namespace`, `tenant` and `all`.",
-        body="Eviction",
+        body=Evict,
         example={"all": True, "dry_run": True},
     ),
     _ORDER(
@@ -152,10 +154,10 @@ COMMON_ROUTES = (
         "Keep stored prompts in memory",
         description="One prompt, or all of a namespace or a tenant. At most half of the memory can be "
         "pinned.",
-        body="Pins",
+        body=Pin,
         example={"node": 1},
     ),
-    _ORDER("/admin/unpin", "Let them go again when room is needed", body="Unpins", example={"node": 1}),
+    _ORDER("/admin/unpin", "Let them go again when room is needed", body=Unpin, example={"node": 1}),
     _ASK("/admin/tenants", "Tenants, their keys, their limits and what they use of them"),
     _ASK(
         "/admin/usage",
@@ -173,7 +175,7 @@ COMMON_ROUTES = (
     _ORDER(
         "/admin/settings",
         "Set settings until the server stops",
-        body="LiveSettings",
+        body=LiveSettingsBody,
         example={"sharing.max_mode": "exact"},
     ),
     _ORDER("/admin/reload", "Read the files of settings and keys again", errors=(400,)),

@@ -1,20 +1,16 @@
-"""The routes as an OpenAPI 3.1 document. schemas.yaml has the shapes of answers."""
+"""The routes as an OpenAPI 3.1 document. `answers.py` has the shapes of answers."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
 
 from kvshare import __version__
-from kvshare.tables import read_table
-from proxy.generate.models import TokenizeChatBody, TokenizeTextBody
 from proxy.openapi import words
 from proxy.openapi.common_routes import COMMON_ROUTES
 from proxy.openapi.generated_routes import GENERATED_ROUTES
@@ -24,11 +20,6 @@ from proxy.openapi.relayed_routes import RELAYED_ROUTES
 _REFERENCE = "#/components/schemas/"
 GENERATED = GENERATED_ROUTES + COMMON_ROUTES
 RELAYED = RELAYED_ROUTES + COMMON_ROUTES
-SCHEMAS: Mapping[str, Any] = read_table(Path(__file__).with_name("schemas.yaml"))
-_BODIES: Sequence[type[BaseModel]] = (
-    *dict.fromkeys(each.body for each in GENERATED if isinstance(each.body, type)),
-    *(TokenizeTextBody, TokenizeChatBody),  # schemas.yaml refers to them
-)
 
 
 class _Untitled(GenerateJsonSchema):
@@ -56,7 +47,7 @@ def build_document(
         "servers": [{"url": "/"}],
         "tags": [{"name": group} for group in dict.fromkeys(each.group for each in operations)],
         "paths": paths,
-        "components": {"schemas": _used(paths)},
+        "components": {"schemas": _components(operations)},
     }
     if asks_for_keys:
         document["components"]["securitySchemes"] = words.SECURITY_SCHEMES
@@ -77,8 +68,7 @@ def _operation(operation: Operation, *, model: str, asks_for_keys: bool) -> dict
         "responses": _responses(operation, asks_for_keys=asks_for_keys),
     }
     if operation.body is not None:
-        body = operation.body
-        content = _schema(body if isinstance(body, str) else body.__name__)
+        content = _schema(operation.body)
         if operation.example is not None:
             content["example"] = _named(operation.example, model)
         written["requestBody"] = {"required": True, "content": {JSON: content}}
@@ -118,28 +108,19 @@ def _refusals(operation: Operation, *, asks_for_keys: bool) -> set[int]:
     return {*operation.errors, *operation.access.always, *of_access, *of_body}
 
 
-def _schema(component: str | None) -> dict[str, Any]:
-    return {"schema": {"$ref": f"{_REFERENCE}{component}"}} if component else {}
+def _schema(component: type | None) -> dict[str, Any]:
+    return {"schema": {"$ref": f"{_REFERENCE}{component.__name__}"}} if component else {}
 
 
-def _used(paths: Mapping[str, Any]) -> dict[str, Any]:
-    """The components that a document refers to, and those that these refer to."""
-    _, models = models_json_schema(
-        [(body, "validation") for body in _BODIES],
+def _components(operations: Sequence[Operation]) -> dict[str, Any]:
+    """Return the schemas that these operations refer to, and those that these refer to, by name."""
+    components = {component for each in operations for component in each.components}
+    _, schemas = TypeAdapter.json_schemas(
+        [(component.__name__, "validation", TypeAdapter(component)) for component in components],
         ref_template=_REFERENCE + "{model}",
         schema_generator=_Untitled,
     )
-    components = {**models["$defs"], **SCHEMAS}
-    used: set[str] = set()
-    waiting = _referred(paths)
-    while waiting:
-        used |= waiting
-        waiting = _referred([components[name] for name in waiting]) - used
-    return {name: components[name] for name in sorted(used)}
-
-
-def _referred(document: object) -> set[str]:
-    return set(re.findall(rf'"\$ref": "{_REFERENCE}(\w+)"', json.dumps(document)))
+    return dict(sorted(schemas["$defs"].items()))
 
 
 def _named(example: Any, model: str) -> Any:

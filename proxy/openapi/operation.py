@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
-from pydantic import BaseModel
+from proxy.openapi.answers import ErrorAnswer
 
 JSON = "application/json"
 HTML = "text/html"
@@ -42,10 +42,10 @@ class RouteAccess(_Refusals, Enum):
 
 @dataclass(frozen=True, slots=True)
 class RouteAnswer:
-    """`media`: by media type the name of a component; None: no schema."""
+    """`media`: the shape of the answer by media type; None: no schema."""
 
     text: str
-    media: Mapping[str, str | None]
+    media: Mapping[str, type | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,18 @@ class Operation:
     group: RouteGroup
     description: str = ""
     access: RouteAccess = RouteAccess.KEY
-    body: str | type[BaseModel] | None = None  # a component, or the model that checks it
+    body: type | None = None  # its shape: the model that checks it, if there is one
     errors: tuple[int, ...] = ()  # the statuses of refusals, without those that access and body add
-    error: str | None = "Error"  # the component that they have
+    error: type | None = ErrorAnswer  # their shape
     path: Mapping[str, RouteParameter] = field(default_factory=dict)
     query: Mapping[str, RouteParameter] = field(default_factory=dict)
     example: Mapping[str, Any] | None = None  # a body for the page's curl
+
+    @property
+    def components(self) -> set[type]:
+        """Return the shapes of its body, its answers and its refusals."""
+        media = (component for answer in self.answers.values() for component in answer.media.values())
+        return {component for component in (self.body, self.error, *media) if component is not None}
 
 
 def text(description: str, *, example: str | None = None, **limits: object) -> RouteParameter:

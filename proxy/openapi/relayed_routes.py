@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from proxy.openapi.answers import RelayedBody
 from proxy.openapi.generated_routes import (
     AZURE,
     AZURE_CHAT,
@@ -17,7 +18,6 @@ from proxy.openapi.generated_routes import (
 )
 from proxy.openapi.operation import ANY, MODEL, Operation, RouteAnswer, RouteGroup, text
 
-_BODY = "RelayedBody"
 _PLANNED = (
     "Planned here, answered by vLLM: it takes vLLM's parameters, besides `kvshare`. What vLLM answers is "
     "passed on, its refusals too."
@@ -31,7 +31,7 @@ _RELAYED = partial(
     errors=(400, 502, 504),
     error=None,
 )
-_PLANNED_POST = partial(_RELAYED, "POST", group=RouteGroup.GENERATE, description=_PLANNED, body=_BODY)
+_PLANNED_POST = partial(_RELAYED, "POST", group=RouteGroup.GENERATE, description=_PLANNED, body=RelayedBody)
 
 _RESPONSES = _PLANNED_POST("/v1/responses", "Answer by OpenAI's Responses API")
 _LIST = _RELAYED(
@@ -57,7 +57,7 @@ _AZURE_CHAT = _RELAYED(
     group=AZURE_CHAT.group,
     description=AZURE,
     path=AZURE_CHAT.path,
-    body=_BODY,
+    body=RelayedBody,
     example=AZURE_CHAT.example,
 )
 _OTHER = _RELAYED(
@@ -94,6 +94,6 @@ RELAYED_ROUTES = (
     replace(_LIST, route="/openai/models", description=AZURE, query={}),
     replace(_MODEL, route="/openai/models/{model}", description=AZURE),
     _OTHER,
-    replace(_OTHER, method="POST", body=_BODY, example={"model": MODEL, "input": "A KV cache is"}),
-    replace(EXPLAIN, body=_BODY, errors=(500, 502)),
+    replace(_OTHER, method="POST", body=RelayedBody, example={"model": MODEL, "input": "A KV cache is"}),
+    replace(EXPLAIN, body=RelayedBody, errors=(500, 502)),
 )

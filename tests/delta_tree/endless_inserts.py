@@ -30,7 +30,7 @@ if __name__ == "__main__":
                 made = -evicted
                 tree.evict(evicted)
             else:
-                tree.purge_all()
+                tree.purge_nodes(node.node_id for node in tree.nodes())
                 made = 0
             sys.stdout.write(f"{made}\n")
             sys.stdout.flush()

@@ -141,13 +141,13 @@ def test_a_purge_leaves_nothing_of_its_namespace(tree: DeltaTree) -> None:
     tree.insert(child_draft(root, 2, [9]))
     tree.pin(root.node_id)
     other = tree.insert(fresh_draft([1, 2, 3], namespace="tenant-b")).node
-    gone = tree.purge(NAMESPACE)
+    gone = tree.purge_nodes(node.node_id for node in tree.nodes(NAMESPACE))
     assert (gone.num_nodes, len(gone.freed_segments), gone.freed_bytes) == (2, 2, 40)
     assert tree.nodes() == (other,)
     assert tree.nodes(NAMESPACE) == ()
     assert {segment.namespace for segment in tree.segments()} == {"tenant-b"}
-    assert tree.purge_all().num_nodes == 1
-    assert tree.stats().num_segments == tree.purge_all().num_nodes == 0
+    assert tree.purge_nodes(node.node_id for node in tree.nodes()).num_nodes == 1
+    assert tree.stats().num_segments == tree.purge_nodes(node.node_id for node in tree.nodes()).num_nodes == 0
 
 
 def test_nodes_without_their_kv_are_discarded(tree: DeltaTree) -> None:

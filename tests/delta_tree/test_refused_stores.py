@@ -122,7 +122,7 @@ def test_read_only_reads_and_refuses_changes(filled: Path) -> None:
         assert tree.stats().num_nodes == 12
         tree.touch(tree.nodes()[0].node_id)
         for change in (
-            tree.purge_all,
+            lambda: tree.purge_nodes(node.node_id for node in tree.nodes()),
             lambda: tree.insert(fresh_draft([1])),
             lambda: tree.unpin(tree.nodes()[-1].node_id),
             lambda: tree.evict(tree.nodes()[0].node_id, lazily=True),

@@ -65,7 +65,7 @@ def test_a_purge_leaves_no_tokens_in_the_files(path: Path) -> None:
     with DeltaTree.open(path, identity=IDENTITY) as tree:
         parent = tree.insert(fresh_draft(ids)).node
         tree.insert(child_draft(parent, 300, ids[400:]))
-        tree.purge(NAMESPACE)
+        tree.purge_nodes(node.node_id for node in tree.nodes(NAMESPACE))
         files = list(path.parent.iterdir())
         assert files
         needle = token_ids(ids[450:460]).tobytes()
@@ -231,6 +231,6 @@ def test_an_administrator_opens_a_store_of_any_model(filled: Path) -> None:
     """Without an identity an existing store is taken as it is, to be read or emptied."""
     with DeltaTree.open(filled, identity=None) as tree:
         assert tree.stats().num_nodes > 0
-        tree.purge_all()
+        tree.purge_nodes(node.node_id for node in tree.nodes())
     with DeltaTree.open(filled, identity=None, read_only=True) as tree:
         assert tree.stats().num_nodes == 0

@@ -34,7 +34,6 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 
 
 def ids_of(nodes: Iterable[Node]) -> set[NodeId]:
-    """Their ids."""
     return {node.node_id for node in nodes}
 
 
@@ -203,7 +202,8 @@ class TreeMachine(RuleBasedStateMachine):
         """Purge a namespace: nothing of it is left."""
         before = self.referred()
         self.model = {key: known for key, known in self.model.items() if key[0] != namespace}
-        assert set(self.tree.purge(namespace).freed_segments) == self.freed(before)
+        gone = self.tree.purge_nodes(node.node_id for node in self.tree.nodes(namespace))
+        assert set(gone.freed_segments) == self.freed(before)
         assert self.tree.nodes(namespace) == ()
         assert namespace not in {segment.namespace for segment in self.tree.segments()}
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from pydantic import TypeAdapter
 
 from kvshare.settings import Settings
 from proxy.app import build_admin_app, build_app
 from proxy.openapi.document import GENERATED, RELAYED, build_document
+from proxy.openapi.operation import Operation
 from proxy.openapi.routes import operations_of, render
 from tests.fake_vllm import running_vllm
 from tests.proxy.conftest import Server, chat, running_server, settings_with
@@ -34,6 +36,11 @@ def check_complete(found: set[tuple[str, str]], routes: set[tuple[str, str]]) ->
     any_method = {path for method, path in routes if method == "*"}
     assert {key for key in found if key[1] not in any_method} == {key for key in routes if key[0] != "*"}
     assert {path for _, path in found} >= any_method
+
+
+def row(method: str, path: str) -> Operation:
+    (found,) = [each for each in GENERATED if (each.method.lower(), each.route) == (method, path)]
+    return found
 
 
 def documented(document: dict[str, Any]) -> set[tuple[str, str]]:
@@ -119,7 +126,7 @@ async def test_the_bodies_are_those_that_are_checked(server: Server) -> None:
 
 
 async def test_each_example_is_accepted(server: Server) -> None:
-    """Examples are for copying: with the served model's name in them, each is answered."""
+    """Examples are for copying: with the served model's name, each is answered, in the documented shape."""
     document = await fetch(server)
     answered = await server.post("/v1/chat/completions", chat())
     for path, methods in document["paths"].items():
@@ -139,6 +146,9 @@ async def test_each_example_is_accepted(server: Server) -> None:
                 assert response.status == 200, (url, await response.text())
                 assert str(response.status) in operation["responses"]
                 assert response.content_type in operation["responses"]["200"]["content"]
+                shape = row(method, path).answers[200].media.get(response.content_type)
+                if shape is not None:
+                    TypeAdapter(shape).validate_json(await response.read())
 
 
 async def test_keys_are_asked_for_where_there_are_some(server: Server, guarded: Server) -> None:

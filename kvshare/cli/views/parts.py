@@ -21,7 +21,7 @@ _STATE_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def of(name: str, shown: Callable[..., object] = text, *settings: object) -> Callable[[Document], object]:
-    """The cell of a column that shows a key of its row."""
+    """Return the cell of a column that shows a key of its row."""
     return lambda row: shown(row[name], *settings)
 
 
@@ -42,7 +42,7 @@ def table(
     total: object = None,
 ) -> Table:
     """
-    The first column to the left, the others to the right; the total below all rows.
+    Return the first column to the left, the others to the right; the total below all rows.
 
     Where there is no room for all, columns with sentences are wrapped, then names in the first column are
     folded; numbers never are.
@@ -80,7 +80,7 @@ def table(
 
 
 def facts(*columns: Mapping[str, object]) -> Table:
-    """A line for each name, with the values of all columns."""
+    """Return a line for each name, with the values of all columns."""
     drawn = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name in columns[0]:
         drawn.add_row(Text(name, style="bold"), *(Text(str(column[name])) for column in columns))

@@ -136,7 +136,7 @@ def store_gc(document: Document) -> Parts:
 
 
 def tree(document: Document) -> Parts:
-    """The rows of each namespace; prompts are indented below those that they were edited from."""
+    """Yield the rows of each namespace; prompts are indented below those that they were edited from."""
     namespaces: dict[str, list[Document]] = {}
     for root in document["roots"]:
         namespaces.setdefault(root["namespace"], []).extend(_branch(root, level=0))
@@ -151,7 +151,7 @@ def tree(document: Document) -> Parts:
 
 
 def _branch(entry: Document, level: int) -> Iterator[Document]:
-    """A prompt's row, then those of what is below it."""
+    """Yield a prompt's row, then those of what is below it."""
     indent = "  " * min(level, _MOST_INDENTED)
     yield {**entry, "prompt": f"{indent}{entry['id']}"}
     for child in entry["children"]:

@@ -68,7 +68,7 @@ _TIER_BYTES: Columns = {
 
 
 def replay(document: Document) -> Parts:
-    """The four main policies and the verdict; the report has all policies."""
+    """Yield the four main policies and the verdict; the report has all policies."""
     from kvshare.replay.report import parse_report, verdict
 
     report, data = parse_report(dict(document)), document["data"]

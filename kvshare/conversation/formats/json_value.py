@@ -99,7 +99,7 @@ def refuse_constant(constant: str) -> None:
 
 
 def string_content(raw: str) -> str | None:
-    """The content of the JSON string `raw`, which may have line breaks; None if it is not a string."""
+    """Return the content of the JSON string `raw`, which may have line breaks; None if it is not a string."""
     if not raw.startswith('"'):
         return None
     try:

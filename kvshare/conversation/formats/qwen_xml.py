@@ -74,7 +74,7 @@ def _take_name(cursor: Cursor) -> Waiting[str | None]:
 
 
 def _as_json(value: str, types: frozenset[str]) -> str:
-    """The value as JSON of one of these types, or else as a string."""
+    """Return the value as JSON of one of these types, or else as a string."""
     bare = value.strip()
     for name in _WORDS.keys() & types:
         if word := _WORDS[name].get(bare.lower()):

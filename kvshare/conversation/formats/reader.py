@@ -40,7 +40,7 @@ class Cursor:
         return True
 
     def peek(self) -> Waiting[str]:
-        """The next character; empty at the end of the answer."""
+        """Yield the next character; empty at the end of the answer."""
         while self.at == len(self.text) and (yield from self.more()):
             pass
         return self.text[self.at : self.at + 1]

@@ -73,7 +73,8 @@ class PolicySpec:
 
 def parse_policies(text: str) -> tuple[PolicySpec, ...]:
     """
-    The policies of a comma-separated list, each once, in its order; `fast` and `all` stand for several.
+    Return the policies of a comma-separated list, each once, in its order; `fast` and `all` stand for
+    several.
 
     Raises:  ConfigError for an unknown policy or option, or a value that is not a number
     """
@@ -88,7 +89,7 @@ def make_policy(
     spec: PolicySpec, context: PolicyContext, capacity_tokens: int | None = None, **tiers: Any
 ) -> CachePolicy:
     """
-    The policy with a store of its own; capacity None: infinite. The caller closes it.
+    Return the policy with a store of its own; capacity None: infinite. The caller closes it.
 
     `tiers`: for those of kvshare, `stack` and `eviction` of a `SharingPolicy`
     """

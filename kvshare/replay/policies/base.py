@@ -53,7 +53,7 @@ class BatchEmbeddings:
         return np.stack([self._cached[text] for text in texts])
 
     def of(self, request: TokenizedRequest) -> Vector | None:
-        """The unit vector (D,) of a request; None if it has no text."""
+        """Return the unit vector (D,) of a request; None if it has no text."""
         return embed_prompts(self, [prompt_text(request)])[0]
 
     @property
@@ -70,7 +70,7 @@ class BatchEmbeddings:
 
 
 def prompt_text(request: TokenizedRequest) -> PromptText:
-    """A request's text as the nominator takes it."""
+    """Return a request's text as the nominator takes it."""
     return PromptText(request.text, "")
 
 
@@ -102,13 +102,13 @@ class CachePolicy(ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that distinguish this policy from others of its family; a 0 by default is left out."""
+        """Return the options that distinguish this policy in its family; a 0 by default is left out."""
         own = [(each, getattr(self, each.name)) for each in fields(self) if each.kw_only]
         return {each.name: value for each, value in own if value or each.default}
 
     @property
     def store(self) -> Store:
-        """The store's name in `results.json`."""
+        """Return the store's name in `results.json`."""
         capacity = self.capacity_tokens
         return Store(
             arm=self.name,
@@ -141,7 +141,7 @@ class NothingPolicy(CachePolicy):
 
 
 def stored_tokens(request: TokenizedRequest) -> TokenIds:
-    """The tokens whose KV exists after the answer: those of the prompt and of the answer."""
+    """Return the tokens whose KV exists after the answer: those of the prompt and of the answer."""
     return token_ids(np.concatenate([request.token_ids, request.answer_ids]))
 
 

@@ -57,7 +57,7 @@ class PrefixPolicy(CachePolicy):
 
 
 def block_digests(namespace: str, token_ids: TokenIds, block_size: int) -> list[Digest]:
-    """One digest per full block, of its tokens, all tokens before it and the namespace."""
+    """Return one digest per full block, of its tokens, all tokens before it and the namespace."""
     tokens, step = token_ids.tobytes(), block_size * token_ids.itemsize
     parent = xxhash.xxh3_128_digest(namespace.encode())
     digests = []
@@ -77,7 +77,7 @@ class UnboundedPool:
         return len(self._owners)
 
     def find(self, digests: Sequence[Digest]) -> list[Requester]:
-        """The owners of the leading blocks that are cached."""
+        """Return the owners of the leading blocks that are cached."""
         owners: list[Requester] = []
         for digest in digests:
             if (owner := self._owner(digest)) is None:

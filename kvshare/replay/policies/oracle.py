@@ -138,7 +138,7 @@ class GramTable:
         self._levels: list[_Level] = []  # largest first, so that a hash's last position comes last
 
     def find(self, hashes: Hashes) -> Positions:
-        """The last position of each hash, -1 for unknown ones. Shapes: (N,) -> (N,)."""
+        """Return the last position of each hash, -1 for unknown ones. Shapes: (N,) -> (N,)."""
         places_found = np.full(len(hashes), -1, dtype=np.int64)
         for known, positions in self._levels:
             places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)

@@ -29,7 +29,7 @@ from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import Rates
-from kvshare.sharing.selection import choose_by_place
+from kvshare.sharing.repair_choice import choose_by_place
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import Nominator, QdrantEdgeIndex
 
@@ -202,7 +202,7 @@ class SharingPolicy(CachePolicy):
 
 
 def _with_repairs_chosen(plan: Plan | NoPlan) -> Plan | NoPlan:
-    """An engine chooses repairs by what the model computes; here they are as many, at starts of pieces."""
+    """Stand for an engine that chooses repairs by what it computes: as many, at starts of pieces."""
     if isinstance(plan, NoPlan) or plan.order is None:
         return plan
     choice = choose_by_place(

@@ -66,7 +66,7 @@ class WeightlessStack:
         return Fetched({}, frozenset(entry for entry in wanted if entry not in self._disk))
 
     def take_read(self) -> frozenset[SegmentId]:
-        """The segments that were read from disk since the last call."""
+        """Return the segments that were read from disk since the last call."""
         read, self._read_now = frozenset(self._read_now), set()
         return read
 

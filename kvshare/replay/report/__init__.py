@@ -53,7 +53,7 @@ def write_report(folder: Path) -> Path:
 
 
 def render(report: Report, pictures: Mapping[str, Picture | None]) -> str:
-    """The whole page. `pictures`: the plots by name; what could not be drawn has a note instead."""
+    """Return the whole page. `pictures`: the plots by name; what could not be drawn has a note instead."""
     config = json.dumps(report.config, indent=2, ensure_ascii=False)
     page = _environment().get_template("page.html.jinja")
     return page.render(report=report, pictures=pictures, config=config)

@@ -36,7 +36,7 @@ class Curve(NamedTuple):
 
 
 def draw(report: Report) -> dict[str, Picture | None]:
-    """All plots by the names of their files; "-all" has the curves of all policies, not of the main ones."""
+    """Return all plots by the names of their files; "-all" has all policies' curves, not the main ones'."""
     kvshare = report.kvshare
     curves = {
         "hit-rate-over-time": hit_rate_over_time,

@@ -87,7 +87,7 @@ def gain(figures: Figures, base: Figures | None) -> float:
 
 def read_report(folder: Path) -> Report:
     """
-    The files of a finished replay.
+    Return the files of a finished replay.
 
     Raises:  LogError if there is no `results.json` of this schema; `requests.parquet` may be missing
     """
@@ -99,7 +99,7 @@ def read_report(folder: Path) -> Report:
 
 
 def parse_report(document: Document) -> Report:
-    """The same from a document in memory, without single requests."""
+    """Return the same from a document in memory, without single requests."""
     report = Report.model_validate(document)
     if report.similarity is None or any(map(any, report.similarity.counts)):
         return report

@@ -85,7 +85,7 @@ def likeness(similarity: Similarity | None) -> Picture | None:
 
 
 def likeness_points(report: Report) -> Picture | None:
-    """The same, a dot for each request."""
+    """Return the same, a dot for each request."""
     if not report.points or report.similarity is None:
         return None
     x, y = [x for x, _ in report.points], [100 * y for _, y in report.points]
@@ -162,7 +162,7 @@ def _share_rows(axes: Axes, names: Sequence[str], notes: Sequence[str]) -> None:
 
 
 def draw_figure_2(figure: Document, reported: Reported) -> Picture:
-    """The source paper's figure: identical, similar and unique prompts; the share within each distance."""
+    """Return the source paper's figure: identical, similar and unique prompts; shares by distance."""
     shares = {f"{name} prompts": share for name, share in figure["shares"].items()}
     shares |= {f"an earlier one within {one['distance']:g}": one["share"] for one in figure["by_distance"]}
     similar = [*shares].index(f"an earlier one within {figure['max_distance']:g}")

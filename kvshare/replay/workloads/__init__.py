@@ -50,7 +50,7 @@ def generate(
     name: str, sources: Sequence[Path] = (), *, num_requests: int, seed: int
 ) -> Iterator[WorkloadRow]:
     """
-    The rows of a workload, made from `sources` or else from its own sample.
+    Return the rows of a workload, made from `sources` or else from its own sample.
 
     Raises LogError for an unknown workload, or if nothing in the sources is usable.
     """

@@ -63,7 +63,7 @@ def _another(chat: Sequence[Message], draw: random.Random) -> tuple[Message, ...
 
 
 def kept(history: Sequence[Message], size: int) -> tuple[Message, ...]:
-    """The newest messages that fit, from a user's on; at least the last question."""
+    """Return the newest messages that fit, from a user's on; at least the last question."""
     messages = [message for message in history if message["role"] != "system"]
     while len(messages) > 1 and (num_chars(messages) > size or messages[0]["role"] != "user"):
         messages = messages[1:]
@@ -76,7 +76,7 @@ def num_chars(messages: Sequence[Message]) -> int:
 
 def resubmit(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
-    A user changes a few words of an earlier turn and sends the chat again, one to three times.
+    Yield chats, and each again, one to three times, after its user changed a few words of an earlier turn.
 
     Half of the time the messages after the edited turn are dropped, as in chat clients; half of the time
     they stay and only the beginning has changed, as in a playground or a notebook.
@@ -92,7 +92,7 @@ def resubmit(paths: Sequence[Path], num_requests: int, draw: random.Random) -> I
 
 
 def edited(prompt: Sequence[Message], draw: random.Random) -> tuple[Message, ...]:
-    """One user turn changed, and the messages after it dropped or not."""
+    """Return the chat with one user turn changed, and with or without the messages after it."""
     asked = [place for place, message in enumerate(prompt) if message["role"] == "user"]
     place = draw.choice(asked)
     changed = {"role": "user", "content": reworded(prompt[place]["content"], draw)}
@@ -101,7 +101,7 @@ def edited(prompt: Sequence[Message], draw: random.Random) -> tuple[Message, ...
 
 
 def reworded(text: str, draw: random.Random) -> str:
-    """One word replaced by another; in a text without spaces, a few characters inserted."""
+    """Return the text with one word replaced; if it has no spaces, with a few characters inserted."""
     words = text.split(" ")
     if len(words) < 4:
         place = draw.randint(0, len(text))

@@ -75,7 +75,7 @@ def some(items: Sequence[T], number: int, draw: random.Random) -> list[T]:
 
 def agent(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
-    The same tasks run repeatedly; each step appends a tool's result, and results change a little.
+    Yield runs of the same tasks; each step appends a tool's result, and results change a little.
 
     A request is the whole transcript so far. Runs of one task have the same steps in the same order, but
     every result has the time and duration of its fetch, and in some of them a number has changed. A few runs
@@ -127,14 +127,14 @@ def tool_call(document: Passage) -> str:
 
 
 def tool_result(document: Passage, draw: random.Random) -> str:
-    """The document as the tool returns it: the time and duration of the fetch, and the text."""
+    """Return the document as the tool returns it: the time and duration of the fetch, and the text."""
     fetched = f"{sources.date(draw)} {sources.clock(draw)}"
     took = draw.randint(3, 900)
     return f"Result of open({_name(document)!r}), fetched {fetched} in {took} ms:\n\n{document.text}"
 
 
 def refigured(text: str, draw: random.Random, *, most: int) -> str:
-    """The text with its first `most` numbers of two to six digits a little larger."""
+    """Return the text with its first `most` numbers of two to six digits a little larger."""
     return _NUMBER.sub(lambda match: str(int(match.group()) + draw.randint(1, 9)), text, count=most)
 
 

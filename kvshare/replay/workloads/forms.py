@@ -26,7 +26,7 @@ _NUM_SYSTEM_PROMPTS = 3
 
 
 def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
-    """The same forms filled in by many users; some forms are more frequent than others."""
+    """Yield the same forms filled in by many users; some forms are more frequent than others."""
     forms = [text for text in _form_texts(paths) if is_form(text)]
     long = [form for form in forms if num_fixed(form) >= _SHORTEST]
     forms = long if len(long) >= min(4, len(forms)) else forms
@@ -58,7 +58,7 @@ def slot_name(match: re.Match[str]) -> str | None:
 
 
 def filled(form: str, draw: random.Random) -> str:
-    """The form with one value for each slot name; some slots get the author's default."""
+    """Return the form with one value for each slot name; some slots get the author's default."""
     chosen: dict[str, str] = {}
 
     def value(match: re.Match[str]) -> str:
@@ -74,7 +74,7 @@ def filled(form: str, draw: random.Random) -> str:
 
 
 def _form_texts(paths: Sequence[Path]) -> Iterator[str]:
-    """The texts; a customer's request and its reply with slots become one form for an agent."""
+    """Yield the texts; a customer's request and its reply with slots become one form for an agent."""
     replies = False
     for row in objects(paths):
         asked, reply = row.get("instruction"), row.get("response")
@@ -89,7 +89,7 @@ def _form_texts(paths: Sequence[Path]) -> Iterator[str]:
 
 def header(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
-    One long system prompt for all users, with today's date, the user and the tools on top.
+    Yield one long system prompt for all users, with today's date, the user and the tools on top.
 
     The system prompts are the longest texts of the sources, the questions the short ones.
     """
@@ -111,7 +111,7 @@ def header(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
 
 
 def _header(name: str, draw: random.Random) -> str:
-    """The text above the shared part, different in each request."""
+    """Return the text above the shared part, different in each request."""
     tools = [
         json.dumps({"name": name, "description": description})
         for name, description in draw.sample(sorted(WORDS["tools"].items()), draw.randint(2, 6))

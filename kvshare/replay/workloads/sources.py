@@ -59,7 +59,7 @@ class Question(NamedTuple):
 
 
 def objects(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
-    """Every readable JSON object of the files, in order."""
+    """Yield every readable JSON object of the files, in order."""
     for path in paths:
         for _, row in raw_rows(path):
             if not isinstance(row, RowFault):
@@ -67,12 +67,12 @@ def objects(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
 
 
 def texts(paths: Sequence[Path]) -> list[str]:
-    """The main text of every row: a prompt, a document, a question, or a user's first message."""
+    """Return the main text of every row: a prompt, a document, a question, or a user's first message."""
     return [found for row in objects(paths) if (found := _text(row))]
 
 
 def chats(paths: Sequence[Path]) -> list[tuple[Message, ...]]:
-    """Every conversation with at least one question, in any format of logs."""
+    """Return every conversation with at least one question, in any format of logs."""
     report = ReadReport()
     rows = (row for path in paths for row in read_file(path, report))
     return [row.request.messages for row in rows if row.request.messages]
@@ -143,7 +143,7 @@ def clock(draw: random.Random) -> str:
 
 
 def value_for(slot: str, draw: random.Random) -> str:
-    """A value that fits the slot's name."""
+    """Return a value that fits the slot's name."""
     words = set(re.split(r"[^a-z]+", slot.lower()))
     kind = next((kind for kind, names in WORDS["slots"].items() if words & set(names)), "other")
     if kind in ("date", "person"):
@@ -156,6 +156,6 @@ def value_for(slot: str, draw: random.Random) -> str:
 
 
 def endless(items: Sequence[_T], draw: random.Random) -> Iterator[_T]:
-    """All items, again and again, each time in another order; nothing if there are none."""
+    """Yield all items, again and again, each time in another order; nothing if there are none."""
     while items:
         yield from draw.sample(items, len(items))

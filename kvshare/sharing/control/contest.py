@@ -37,16 +37,16 @@ class Contest:
         for test, figure in zip(self._tests, figures, strict=True):
             test.add(figure, shares_more=shares_more)
         findings = {test.finding() for test in self._tests}
-        found: Finding | None = None
+        finding: Finding | None = None
         if Finding.SLOWER in findings:
-            found = Finding.SLOWER
+            finding = Finding.SLOWER
         elif Finding.FASTER in findings and (self._difference or 0.0) <= LEAST:
-            found = Finding.FASTER
-        if found is not None or any(test.is_full for test in self._tests):
-            self.last = self._smallest if found is Finding.FASTER else self._difference
+            finding = Finding.FASTER
+        if finding is not None or any(test.is_full for test in self._tests):
+            self.last = self._smallest if finding is Finding.FASTER else self._difference
             self.has_ended = True
             self._begin()
-        return found
+        return finding
 
     @property
     def _difference(self) -> float | None:
@@ -60,13 +60,13 @@ class Contest:
 
     @property
     def difference(self) -> float | None:
-        """The difference so far; while too little is known, that of the last contest."""
+        """Return the difference so far; while too little is known, that of the last contest."""
         current = self._difference
         return self.last if current is None else current
 
     @property
     def slower(self) -> float | None:
-        """The difference as a share of the time: 0.1 means that more sharing is 10 % slower."""
+        """Return the difference as a share of the time: 0.1 means that more sharing is 10 % slower."""
         return None if (difference := self.difference) is None else math.expm1(difference)
 
     @property

@@ -78,7 +78,7 @@ class LoadLevel:
 
     @property
     def _unshared_share(self) -> float:
-        """Higher at first, and while sharing seems to harm, so that this is decided sooner."""
+        """Return a higher share at first, and while sharing seems to harm, to decide that sooner."""
         if self.rung is Rung.NOTHING:
             return 0.0
         is_open = not self.against_nothing.has_ended or self.against_nothing.leans(Finding.SLOWER)
@@ -103,12 +103,12 @@ class LoadLevel:
         figures = block.figures
         if figures is None or block.epoch != self.epoch:
             return None
-        own, is_known = figures.less(self._baseline), self._num_usual > 0
+        excess, is_known = figures.less(self._baseline), self._num_usual > 0
         if block.arm is Arm.USUAL:
             self._learn(block, figures)
         if not is_known:
             return None
-        return self._reduced(block.arm, own, now) or self._returned(block.arm, own, now)
+        return self._reduced(block.arm, excess, now) or self._returned(block.arm, excess, now)
 
     @property
     def token_s(self) -> float:
@@ -130,27 +130,27 @@ class LoadLevel:
         self._num_output = keep * self._num_output + block.num_output
         self._knows_answers = True
 
-    def _reduced(self, arm: Arm, own: BlockFigures, now: float) -> RungChange | None:
+    def _reduced(self, arm: Arm, excess: BlockFigures, now: float) -> RungChange | None:
         """Move one rung lower, if usual blocks turn out slower than unshared ones."""
         if arm is Arm.TRIAL or self.rung is Rung.NOTHING:
             return None
-        found = self.against_nothing.add(own, shares_more=arm is Arm.USUAL)
-        if found is Finding.FASTER:
+        finding = self.against_nothing.add(excess, shares_more=arm is Arm.USUAL)
+        if finding is Finding.FASTER:
             self._num_lost[self.rung] = 0
-        if found is not Finding.SLOWER:
+        if finding is not Finding.SLOWER:
             return None
         self._rest(self.rung, now)
         return self._move(self.rung.lower, self.against_nothing)
 
-    def _returned(self, arm: Arm, own: BlockFigures, now: float) -> RungChange | None:
+    def _returned(self, arm: Arm, excess: BlockFigures, now: float) -> RungChange | None:
         """Move one rung higher, if trial blocks turn out faster than usual ones."""
         if arm is Arm.UNSHARED or self.rung is Rung.EVERYTHING:
             return None
-        found = self.against_higher.add(own, shares_more=arm is Arm.TRIAL)
-        if found is Finding.SLOWER:
+        finding = self.against_higher.add(excess, shares_more=arm is Arm.TRIAL)
+        if finding is Finding.SLOWER:
             self._trial_left = 0
             self._rest(self.rung.higher, now)
-        return self._move(self.rung.higher, self.against_higher) if found is Finding.FASTER else None
+        return self._move(self.rung.higher, self.against_higher) if finding is Finding.FASTER else None
 
     def stop(self, now: float) -> bool:
         """

@@ -38,12 +38,12 @@ class Rung(IntEnum):
 
     @property
     def lower(self) -> Rung:
-        """The next rung down, on which less is shared."""
+        """Return the next rung down, on which less is shared."""
         return Rung(min(self + 1, Rung.NOTHING))
 
     @property
     def higher(self) -> Rung:
-        """The next rung up, on which more is shared."""
+        """Return the next rung up, on which more is shared."""
         return Rung(max(self - 1, Rung.EVERYTHING))
 
     @property

@@ -77,7 +77,7 @@ class SequentialTest:
 
     @property
     def leaning(self) -> float:
-        """The difference so far in units of its standard error; 0 while there are too few figures."""
+        """Return the difference so far in units of its standard error; 0 while there are too few figures."""
         if (difference := self.difference) is None or (variance := self._variance()) <= 0:
             return 0.0
         return difference / math.sqrt(variance)

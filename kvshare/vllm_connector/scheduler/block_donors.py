@@ -117,12 +117,12 @@ class BlockDonors:
 
     @property
     def are_short(self) -> bool:
-        """Whether less than half of the pool is free, so that blocks kept for a save might soon be missed."""
+        """Return whether less than half of the pool is free: blocks kept for a save may soon be missed."""
         return self._pool is not None and 2 * self._pool.get_num_free_blocks() < self._pool.num_gpu_blocks
 
     @property
     def num_in_pool(self) -> int:
-        """The number of vLLM's blocks; 0 before `bind`."""
+        """Return the number of vLLM's blocks; 0 before `bind`."""
         return self._pool.num_gpu_blocks if self._pool is not None else 0
 
     def blocks_of(self, num_tokens: int) -> int:
@@ -170,12 +170,12 @@ class BlockDonors:
     def next_given_away(self, count: int) -> set[int]:
         """Return the `count` free blocks that vLLM gives away first."""
         assert self._pool is not None
-        found: set[int] = set()
+        block_ids: set[int] = set()
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
-        while len(found) < count and block is not None and block.block_id >= 0:
-            found.add(block.block_id)
+        while len(block_ids) < count and block is not None and block.block_id >= 0:
+            block_ids.add(block.block_id)
             block = block.next_free_block
-        return found
+        return block_ids
 
     def renew(self, segment_ids: Iterable[SegmentId], *, before: int | None = None) -> None:
         """
@@ -187,10 +187,14 @@ class BlockDonors:
             return
         leaving = None if before is None else self.next_given_away(before)
         for segment_id in segment_ids:
-            own = place.block_ids if (place := self._places.get(segment_id)) is not None else ()
-            if not own or (leaving is not None and leaving.isdisjoint(own)) or self.whole(segment_id) is None:
+            block_ids = place.block_ids if (place := self._places.get(segment_id)) is not None else ()
+            if (
+                not block_ids
+                or (leaving is not None and leaving.isdisjoint(block_ids))
+                or self.whole(segment_id) is None
+            ):
                 continue
-            blocks = [self._pool.blocks[block_id] for block_id in own]
+            blocks = [self._pool.blocks[block_id] for block_id in block_ids]
             self._pool.touch(blocks)
             self._pool.free_blocks(reversed(blocks))
 
@@ -226,7 +230,7 @@ class BlockDonors:
 
     @property
     def would_free(self) -> bool:
-        """Whether some pinned blocks are used by no request, so that they are free when copies are made."""
+        """Return whether some pinned blocks are used by no request, so they are free once copies are made."""
         if self._pool is None:
             return False
         blocks = self._pool.blocks

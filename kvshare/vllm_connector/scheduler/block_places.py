@@ -32,7 +32,7 @@ class BlockPlace:
 
     @property
     def last_full(self) -> tuple[int, BlockHashWithGroupId] | None:
-        """The last block that has a hash, with the hash; None if no block has one."""
+        """Return the last block that has a hash, with the hash; None if no block has one."""
         pairs = zip(reversed(self.block_ids), reversed(self.hashes), strict=True)
         return next(((block_id, known) for block_id, known in pairs if known is not None), None)
 
@@ -53,14 +53,14 @@ class BlockPlace:
         """Return the place of these tokens of the run; None if a block of them has other tokens now."""
         first = self.before + span.start
         blocks = slice(first // block_size, -(-(self.before + span.end) // block_size))
-        own, hashes = self.block_ids[blocks], self.hashes[blocks]
+        block_ids, hashes = self.block_ids[blocks], self.hashes[blocks]
         # The same object, not only an equal hash: vLLM makes one each time a block is filled. Rows with an
         # equal hash may have been computed a second time, and can differ if they come from approximate KV.
-        is_valid = len(own) == blocks.stop - blocks.start and all(
+        is_valid = len(block_ids) == blocks.stop - blocks.start and all(
             known is not None and pool.blocks[block_id].block_hash is known
-            for block_id, known in zip(own, hashes, strict=True)
+            for block_id, known in zip(block_ids, hashes, strict=True)
         )
-        return BlockSource(own, first % block_size) if is_valid else None
+        return BlockSource(block_ids, first % block_size) if is_valid else None
 
 
 def place_in(

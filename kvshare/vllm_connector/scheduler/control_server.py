@@ -59,7 +59,7 @@ class ControlServer(ThreadingHTTPServer):
 
     @property
     def port(self) -> int:
-        """The port on which it listens; also if it was started with port 0, which means any free one."""
+        """Return the port on which it listens, also if it was started with port 0: any free one."""
         return int(self.server_address[1])
 
     def close(self) -> None:

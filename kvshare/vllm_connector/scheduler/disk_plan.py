@@ -67,23 +67,23 @@ class DiskPlan:
 
     def _adopt(self, segments: Iterable[Segment], *, is_earlier: bool) -> None:
         new = []
-        for each in segments:
-            self.shared[each.segment_id] = each
-            if each.segment_id not in self.segments:
-                new.append(each)
+        for segment in segments:
+            self.shared[segment.segment_id] = segment
+            if segment.segment_id not in self.segments:
+                new.append(segment)
         if new:
             held = {
-                each.segment_id: HeldSegment(
-                    each.namespace, each.num_tokens, each.num_bytes, each.first_position
+                segment.segment_id: HeldSegment(
+                    segment.namespace, segment.num_tokens, segment.num_bytes, segment.first_position
                 )
-                for each in new
+                for segment in new
             }
             leaving: Collection[SegmentId] = ()
             if is_earlier:
                 held = self.segments.disk.note_earlier(held)
             else:
                 leaving = self.segments.disk.note_written(held, staying=self.in_use)
-            num_bytes = tuple(each.num_bytes for each in held.values())
+            num_bytes = tuple(segment.num_bytes for segment in held.values())
             self.events.append(OnDiskOnly(came=tuple(held), num_bytes=num_bytes))
             self.drops.drop(leaving)
 
@@ -200,7 +200,7 @@ class DiskPlan:
             self.drops.note(late)
 
     def note_bytes(self, ticketed: TicketedRequest, result: LoadResult) -> None:
-        """How much of what its load was to read was late: all of it but one segment at most."""
+        """Note how much of a load's reads was late: all of them but one segment at most."""
         late = [self.segments.bytes_of([segment_id]) for segment_id in result.late]
         asked = ticketed.disk_bytes
         ticketed.disk_bytes = max(asked - sum(late), min([asked, *late]))

@@ -22,7 +22,7 @@ class EventLog:
 
     @property
     def last(self) -> int:
-        """The number of the newest event; 0 before the first one."""
+        """Return the number of the newest event; 0 before the first one."""
         return self._last
 
     def append(self, event: JournalEvent) -> None:

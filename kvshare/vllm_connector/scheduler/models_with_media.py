@@ -37,14 +37,14 @@ def media_settings(model: ModelConfig) -> str:
 
 def media_tokens(model: ModelConfig) -> frozenset[int]:
     """Return the ids of tokens that mark places of media, from a configuration and its parts."""
-    found: set[int] = set()
+    tokens: set[int] = set()
     parts: list[PretrainedConfig] = [model.hf_config] if model.is_multimodal_model else []
     while parts:
         fields_of_part = vars(parts.pop())
         parts += (value for value in fields_of_part.values() if isinstance(value, PretrainedConfig))
-        found.update(
+        tokens.update(
             value
             for name, value in fields_of_part.items()
             if isinstance(value, int) and _MEDIA_TOKEN.fullmatch(name)
         )
-    return frozenset(found)
+    return frozenset(tokens)

@@ -89,5 +89,5 @@ class Preloading:
 
     @property
     def _in_use(self) -> frozenset[SegmentId]:
-        """What loads under way and requests that wait read."""
+        """Return what loads under way and requests that wait read."""
         return self.disk.in_use.union(*self._wanted.values())

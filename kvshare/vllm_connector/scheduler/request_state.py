@@ -102,7 +102,7 @@ class TicketedRequest:
 
     @property
     def may_save_prompt(self) -> bool:
-        """Whether to save its prompt now: while it runs, when it is known what its slots hold, and once."""
+        """Return whether to save its prompt now: once, while it runs, with its slots' content known."""
         return self.may_retain and (self.state, self.retention.state) == (
             State.RUNNING,
             RetentionState.NONE,

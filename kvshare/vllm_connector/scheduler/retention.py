@@ -82,7 +82,7 @@ class RequestRetention:
 
     @property
     def has_pending_end(self) -> bool:
-        """Whether the request has ended, and its blocks must stay until a save is reported."""
+        """Return whether the request has ended, and its blocks must stay until a save is reported."""
         return self.state in (RetentionState.BOTH, RetentionState.ANSWER, RetentionState.WHOLE)
 
     def request_prompt(

@@ -86,10 +86,10 @@ class ConnectorScheduler:
     def on_new_request(self, request: Request) -> None:
         """Take a request's ticket, if it has one."""
         self._waiting.arrive([request.request_id])
-        found = self._tickets.read(request) if self.shares else None
-        if found is None:
+        read = self._tickets.read(request) if self.shares else None
+        if read is None:
             return
-        ticket, is_first = found
+        ticket, is_first = read
         token_ids = np.asarray(request.prompt_token_ids or (), dtype=np.int32)
         media = self.media_rules.media_of(request, token_ids)
         unshared = why_unshared(request, ticket, token_ids, may_move_keys=self.may_move_keys, media=media)

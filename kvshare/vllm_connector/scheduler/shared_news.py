@@ -57,7 +57,7 @@ class SharedNews:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The current problems of the store, for `/info`."""
+        """Return the current problems of the store, for `/info`."""
         problem, undeleted = self._problem, self._delete_problem
         return (
             *((f"the shared store cannot be used now: {problem}",) if problem is not None else ()),

@@ -48,7 +48,7 @@ class UnsavedSegments:
 
     @property
     def are_due(self) -> bool:
-        """Whether vLLM should take steps even without requests, so that saves go on."""
+        """Return whether vLLM should take steps even without requests, so that saves go on."""
         return bool(self._ids) and not self._waiting.is_any
 
     def add(self, segment_ids: Iterable[SegmentId]) -> None:

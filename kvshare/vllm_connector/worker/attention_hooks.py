@@ -77,7 +77,7 @@ def hooked(
     try:
         yield
     finally:
-        for impl, own in zip(impls, before, strict=True):  # the methods from before are in effect again
+        for impl, methods in zip(impls, before, strict=True):  # the methods from before are in effect again
             for name in _WRAPPED:
                 vars(impl).pop(name, None)
-            vars(impl).update({name: own[name] for name in _WRAPPED if name in own})
+            vars(impl).update({name: methods[name] for name in _WRAPPED if name in methods})

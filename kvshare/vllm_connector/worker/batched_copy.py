@@ -118,10 +118,10 @@ def _joined(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
     """(3, copies): addresses of targets and of sources, and sizes. Copies adjacent in both are joined."""
     pairs = zip(targets, sources, strict=True)
     places = [(t.data_ptr(), s.data_ptr(), s.nbytes) for t, s in pairs if s.nbytes]
-    each = np.array(places, np.uint64).reshape(-1, 3)
+    pieces = np.array(places, np.uint64).reshape(-1, 3)
     if not places:
-        return each.T
-    follows = (each[1:, :2] == each[:-1, :2] + each[:-1, 2:]).all(axis=1)
+        return pieces.T
+    follows = (pieces[1:, :2] == pieces[:-1, :2] + pieces[:-1, 2:]).all(axis=1)
     begins = np.flatnonzero(np.concatenate([[True], ~follows]))
-    sizes: NDArray[np.uint64] = np.add.reduceat(each[:, 2:], begins)
-    return np.ascontiguousarray(np.concatenate([each[begins, :2], sizes], axis=1).T)
+    sizes: NDArray[np.uint64] = np.add.reduceat(pieces[:, 2:], begins)
+    return np.ascontiguousarray(np.concatenate([pieces[begins, :2], sizes], axis=1).T)

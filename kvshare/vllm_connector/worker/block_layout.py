@@ -141,7 +141,7 @@ def _steps(line: Sequence[int]) -> list[tuple[int, int]] | None:
 
     0 2 4 100 102 104 is two steps of 100, each of three steps of 2.
     """
-    found: list[tuple[int, int]] = []
+    steps: list[tuple[int, int]] = []
     so_far = [0]
     while (inner := len(so_far)) < len(line):
         step, count = line[inner], 1
@@ -149,9 +149,9 @@ def _steps(line: Sequence[int]) -> list[tuple[int, int]] | None:
             count += 1
         if step <= 0:  # torch has no views with negative strides
             return None
-        found.insert(0, (count, step))
+        steps.insert(0, (count, step))
         so_far = [number * step + place for number in range(count) for place in so_far]
-    return found if so_far == [*line] else None
+    return steps if so_far == [*line] else None
 
 
 def _gathered(places: torch.Tensor) -> ReadRows:

@@ -38,12 +38,12 @@ class BlockSlots:
         return block_ids[span.start // self.block_size : -(-span.end // self.block_size)]
 
     def slots(self, block_ids: Sequence[int], span: Span) -> torch.Tensor:
-        """Slots of the positions in `span`, (len(span),) int64 on the device."""
+        """Return the slots of the positions in `span`, (len(span),) int64 on the device."""
         (slots,) = to_device(self._device, self.slot_numbers(block_ids, span))
         return slots
 
     def slot_numbers(self, block_ids: Sequence[int], span: Span) -> NDArray[np.int64]:
-        """The same as `slots`, as an array on the host."""
+        """Return the same as `slots`, as an array on the host."""
         first = span.start // self.block_size
         positions = np.arange(span.start, span.end)
         table = np.array(self._blocks_of(block_ids, span), np.int64)
@@ -51,7 +51,7 @@ class BlockSlots:
         return slots + positions % self.block_size
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
-        """The kernel blocks of positions [0, num_tokens), on the device."""
+        """Return the kernel blocks of positions [0, num_tokens), on the device."""
         blocks = np.array(self.kernel_blocks(block_ids, Span(0, num_tokens)), np.int64)
         (table,) = to_device(self._device, blocks)
         return table

@@ -33,7 +33,7 @@ def stored_dtype(layer: Any) -> torch.dtype:
 
 
 def scale_of(layer: Any, name: str) -> torch.Tensor:
-    """The scale of a layer's "k" or "v", (1,) or (H,) float32, as vLLM's kernels read it."""
+    """Return the scale of a layer's "k" or "v", (1,) or (H,) float32, as vLLM's kernels read it."""
     scale = getattr(layer, f"_{name}_scale", None)
     return torch.ones(1) if scale is None else scale.detach().float().reshape(-1)
 

@@ -39,7 +39,7 @@ class CacheElements:
         _memory(cache).view(bits)[offsets] = rows.contiguous().view(bits)
 
     def _in_block(self, strides: tuple[int, ...]) -> torch.Tensor:
-        """(2, N, H, D) the offset of each element of K and V from the first element of its block."""
+        """Return the offset of each element of K and V from its block's first element, (2, N, H, D)."""
         if strides not in self._known:
             sizes = zip(self._sizes, strides, strict=True)
             h, n, d = (torch.arange(size, device=self._device) * step for size, step in sizes)

@@ -17,7 +17,7 @@ def first_problem(checks: Iterable[StartCheck]) -> str | None:
 
 
 def tried(check: Callable[[], str | None], what: str) -> str | None:
-    """The same for a check of what sharing can do without: an error is a problem, too."""
+    """Return the same for a check of what sharing can do without: an error is a problem, too."""
     try:
         return check()
     except Exception as exc:  # noqa: BLE001  its message becomes a warning

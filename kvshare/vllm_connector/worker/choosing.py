@@ -34,7 +34,7 @@ from delta_tree import SegmentId, Span, merge
 from kvshare.kv.listening import Listener
 from kvshare.kv.scoring import Scoring
 from kvshare.sharing.plan import MAX_LISTENERS, MAX_RENEWED, RepairOrder, last_tokens
-from kvshare.sharing.selection import (
+from kvshare.sharing.repair_choice import (
     RepairChoice,
     choose,
     choose_by_place,
@@ -86,7 +86,7 @@ class Choosing:
 
     @property
     def first_spans(self) -> tuple[Span, ...]:
-        """The spans of the first pass: placeholders, a head's rows, and probes or repairs chosen by place."""
+        """Return the first pass's spans: placeholders, a head's rows, and probes or repairs by place."""
         repairs = () if self.choice is None else self.choice.repairs
         probes = (Span(place, place + 1) for place in self._order.probes)
         head_rows = (Span(place, place + 1) for place in self._head_rows)
@@ -102,12 +102,12 @@ class Choosing:
 
     @property
     def listens(self) -> bool:
-        """Whether repairs are still to be chosen by what the first pass measures."""
+        """Return whether repairs are still to be chosen by what the first pass measures."""
         return self.choice is None
 
     @property
     def max_second(self) -> int:
-        """The most tokens that a second pass may compute; 0 once the choice is made."""
+        """Return the most tokens that a second pass may compute; 0 once the choice is made."""
         if self.choice is not None:
             return 0
         renewed = self._num_computed if self.is_brief else MAX_LISTENERS + MAX_RENEWED
@@ -115,7 +115,7 @@ class Choosing:
 
     @property
     def _num_computed(self) -> int:
-        """The number of placeholders."""
+        """Return the number of placeholders."""
         return sum(map(len, self._computed))
 
     def layers_of_first(self, num_layers: int) -> int | None:

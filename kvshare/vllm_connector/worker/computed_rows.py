@@ -47,7 +47,7 @@ class ComputedRows:
         return forward
 
     def read(self) -> SegmentKV:
-        """(L, T, H, D) of each plane, on the host. Raises ValueError if a layer was not called."""
+        """Return (L, T, H, D) of each plane, on the host. Raises ValueError if a layer was not called."""
         layout = self._cache.kv_layout
         if len(self._found) != layout.num_layers:
             raise ValueError(f"{len(self._found)} of {layout.num_layers} layers were called")

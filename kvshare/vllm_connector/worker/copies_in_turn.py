@@ -107,11 +107,11 @@ def _in_parts(
     """Return a load in the parts in which it is read: first what is in memory, if anything is."""
     read, wanted = reads.parts(READ_PARTS), reads.wanted
     held = {key: stored for key, stored in load.held.items() if key not in wanted}
-    found: list[tuple[Sequence[Read], LoadWork]] = [((), copies(held))] if held or not read else []
+    parts: list[tuple[Sequence[Read], LoadWork]] = [((), copies(held))] if held or not read else []
     for part in read:
         ids = [each.segment_id for each in part]
-        found.append((part, copies({key: load.held[key] for key in ids if key in load.held})))
-    return found
+        parts.append((part, copies({key: load.held[key] for key in ids if key in load.held})))
+    return parts
 
 
 def save_work(

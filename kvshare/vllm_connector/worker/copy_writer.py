@@ -41,7 +41,7 @@ class RowCopy:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the whole segment."""
+        """Return the number of tokens of the whole segment."""
         return self.stored.num_tokens
 
 

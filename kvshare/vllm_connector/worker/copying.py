@@ -94,12 +94,12 @@ class Job:
 
     @property
     def is_launched(self) -> bool:
-        """Whether its last batch is made, or launched on the GPU."""
+        """Return whether its last batch is made, or launched on the GPU."""
         return self._launched.is_set()
 
     @property
     def is_done(self) -> bool:
-        """Whether it is finished on the device, too. On vLLM's thread."""
+        """Return whether it is finished on the device, too. On vLLM's thread."""
         if not self._is_finished and self.is_launched:
             self._finish()
         return self._is_finished
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def has_room(self) -> bool:
-        """Whether it can advance. Also true after an error of the device: then advancing ends the job."""
+        """Return whether it can advance. Also after an error of the device: that ends the job."""
         try:
             return self.work.has_room
         except Exception as exc:  # noqa: BLE001  logged, without its message

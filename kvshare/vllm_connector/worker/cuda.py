@@ -28,7 +28,7 @@ from kvshare.vllm_connector.worker.block_rows import BlockCopy, copy_by_torch, s
 from kvshare.vllm_connector.worker.copy_writer import LayerRows, write_layers
 from kvshare.vllm_connector.worker.gpu import Event, Stream
 from kvshare.vllm_connector.worker.host_addresses import has_host_addresses
-from kvshare.vllm_connector.worker.host_tables import tiles
+from kvshare.vllm_connector.worker.kernel_host_tables import tiles
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.staged_layers import StagedLayers, saved
@@ -122,14 +122,14 @@ class CudaGpu:
     def check(self, cache: PagedCache, begun: _Begun, number: int, staging: torch.Tensor) -> None:
         load, batch = begun.load, begun.load.batches[number]
         with self._in(Stream.WRITE):
-            found = begun.found[load.pieces(number)]
+            sums = begun.found[load.pieces(number)]
             if begun.placing is None:
-                found.copy_(self._sums(staging, batch))
+                sums.copy_(self._sums(staging, batch))
                 return
             begun.placed = self._kernels.place_batch(
                 cache.caches, staging, begun.placing, load.parts(number), [layers.part for layers in batch]
             )
-            self._kernels.add_up(staging, begun.placed.summed, begun.placed.columns, found)
+            self._kernels.add_up(staging, begun.placed.summed, begun.placed.columns, sums)
 
     def scatter(self, cache: PagedCache, begun: _Begun, number: int, staging: torch.Tensor) -> None:
         with self._in(Stream.WRITE):
@@ -192,7 +192,7 @@ class CudaGpu:
         copy_all(self._copy_batch, targets, sources, stream=stream, is_stable=is_stable)
 
     def _sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
-        """(P,) the sums of all pieces on the device, in the order of parts."""
+        """Return the sums of all pieces on the device, (P,), in the order of parts."""
         if self._kernels is not None:
             rows, parts = batch[0].stored.rows, [layers.part for layers in batch]
             found: torch.Tensor = self._kernels.sums(

@@ -57,7 +57,7 @@ class Read:
 
     @property
     def is_whole(self) -> bool | None:
-        """Whether it matched its checks; None if it could not be read, and may be whole below memory."""
+        """Return whether it matched its checks; None if it was not read, so it may be whole below memory."""
         future = self._future
         return None if future.cancelled() or future.exception() is not None else bool(future.result())
 

@@ -129,20 +129,20 @@ class DiskStore(SegmentStore):
 
     def reads(self, segment_ids: Iterable[SegmentId], *, within_s: float) -> Reads | None:
         """Read the segments that are below memory into memory, if there is room; reads may be under way."""
-        found, without_room = [], []
+        begun, without_room = [], []
         for segment_id in segment_ids:
             stored = self._stored.get(segment_id)
             read = None if stored is None else self._reads.get(stored)
             if read is not None and read.wait_for():
-                found.append(read)
+                begun.append(read)
             elif stored is not None and stored.is_saved:
                 continue
             elif (segment := self.below.segment(segment_id)) is not None:
                 try:
-                    found.append(self._begin_read(segment, stored))
+                    begun.append(self._begin_read(segment, stored))
                 except MemoryError:
                     without_room.append(segment_id)
-        return Reads(found, without_room, within_s=within_s) if found or without_room else None
+        return Reads(begun, without_room, within_s=within_s) if begun or without_room else None
 
     def preload(self, preloads: Preloads) -> None:
         """
@@ -264,7 +264,7 @@ class DiskStore(SegmentStore):
 
 
 def _rows(stored: Stored) -> Rows:
-    """The bytes of a segment in the arena, one layer of one head after the other."""
+    """Return the bytes of a segment in the arena, one layer of one head after the other."""
     found: Rows = stored.rows.flatten(2).flatten(0, 1).view(torch.uint8).numpy()
     return found
 

@@ -42,7 +42,7 @@ class DraftRows:
     kept: torch.Tensor | None = None  # rows whose KV the target does not write, but keeps
 
     def written(self, slots: torch.Tensor) -> torch.Tensor:
-        """(N,) the slots of all rows, without those that the target does not write."""
+        """Return the slots of all rows, (N,), without those that the target does not write."""
         return slots if self.kept is None else slots.masked_fill(self.kept, _NO_SLOT)
 
 
@@ -72,6 +72,6 @@ class DraftPass:
             self._model(**arguments)
 
     def _states(self, output: Any) -> torch.Tensor:
-        """(N, E) the hidden states that vLLM's proposer takes from the target's output; see its `eagle3`."""
+        """Return the hidden states, (N, E), that vLLM's proposer takes of the target's output (`eagle3`)."""
         states: torch.Tensor = torch.cat(output[1], dim=-1) if isinstance(output, tuple) else output
         return self._model.combine_hidden_states(states) if self._method == "eagle3" else states

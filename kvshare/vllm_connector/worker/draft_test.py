@@ -79,7 +79,7 @@ class DraftTest:
         return problem
 
     def _runs(self) -> list[Run]:
-        """What our passes go over: the gaps, and for a head the last row of each copy."""
+        """Return what our passes go over: the gaps, and for a head the last row of each copy."""
         if not self._is_head:
             return [Run(self._block_ids, gap, self._tokens) for gap in self._gaps]
         return [
@@ -118,7 +118,7 @@ class DraftTest:
         return None
 
     def _rows(self, rows: SegmentKV, places: list[int]) -> SegmentKV:
-        """The rows of what drafts: K and V of each layer as (1, len(places), H, D)."""
+        """Return the rows of what drafts: K and V of each layer as (1, len(places), H, D)."""
         layout = self._cache.kv_layout
         each = (plane for layer in self._layers for plane in layout.of_layer(rows.planes, layer))
         return SegmentKV(tuple(plane.float()[places].to(plane.dtype)[None] for plane in each))

@@ -74,7 +74,7 @@ class Gpu(Protocol):
 
     def read(self, result: torch.Tensor) -> torch.Tensor:
         """
-        In stream VLLM: copy a result to host memory. By vLLM's thread.
+        Copy a result to host memory, in stream VLLM and by vLLM's thread.
 
         The copy may be read when an event that was recorded in the stream after this call is past.
         """
@@ -84,23 +84,23 @@ class Gpu(Protocol):
 
     def begin_load(self, cache: PagedCache, load: StagedLoad) -> BegunLoad:
         """
-        In stream WRITE, before the batches of a load: prepare what they share.
+        Prepare what the batches of a load share, before them, in stream WRITE.
 
         Raises ValueError if a copy moves and the movement of a layer is not known.
         """
 
     def check(self, cache: PagedCache, begun: BegunLoad, number: int, staging: torch.Tensor) -> None:
-        """In stream WRITE: add up all pieces of a batch in staging."""
+        """Add up all pieces of a batch in staging, in stream WRITE."""
 
     def scatter(self, cache: PagedCache, begun: BegunLoad, number: int, staging: torch.Tensor) -> None:
         """
-        In stream WRITE, after `check`: write the rows of a batch into the caches of its layers, rotated to
-        their new positions.
+        Write the rows of a batch into the caches of its layers, rotated to their new positions, in stream
+        WRITE and after `check`.
         """
 
     def compare(self, begun: BegunLoad) -> torch.Tensor:
         """
-        In stream WRITE, after the last batch: compare all sums with the stored ones.
+        Compare all sums with the stored ones, in stream WRITE and after the last batch.
 
         Shapes:  -> (P,) bool in host memory, True where they differ, in the order of `StagedLoad.sums`. It
                  may be read when an event that was recorded in the stream after this call is past
@@ -108,7 +108,7 @@ class Gpu(Protocol):
 
     def copy_blocks(self, cache: PagedCache, copies: Sequence[BlockCopy]) -> None:
         """
-        In stream BLOCKS: copy rows from blocks to others in all layers, rotated to their new positions.
+        Copy rows from blocks to others in all layers, rotated to their new positions, in stream BLOCKS.
 
         Raises ValueError as `begin_load`.
         """
@@ -120,11 +120,11 @@ class Gpu(Protocol):
         block_ids: Sequence[int],
         batch: Sequence[tuple[StagedLayers, Span]],
     ) -> None:
-        """In stream GATHER: copy the rows of spans into staging, at the offsets of the batch."""
+        """Copy the rows of spans into staging, at the offsets of the batch, in stream GATHER."""
 
     def sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
         """
-        In stream GATHER: compute the sums of all pieces in staging, see `kv/sums.py`.
+        Compute the sums of all pieces in staging (`kv/sums.py`), in stream GATHER.
 
         Shapes:  -> (P,) int64 in host memory, ordered as `StagedLayers.sums`; when to read: see `compare`
         """

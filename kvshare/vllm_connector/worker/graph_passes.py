@@ -70,7 +70,7 @@ class Graph:
 
     @property
     def context(self) -> dict[str, Any]:
-        """What the forward context of the pass needs for the graph."""
+        """Return what the forward context of the pass needs for the graph."""
         return {
             "num_tokens": self.num_rows,
             "cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE,

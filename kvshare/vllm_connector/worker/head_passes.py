@@ -45,7 +45,7 @@ class HeadPasses:
         self._last: Any = None  # mark of the device after the last pass
 
     def compute(self, loads: Iterable[PendingLoad]) -> set[int]:
-        """The next part of these loads' heads. Returns the blocks that are written."""
+        """Return the next part of these loads' heads. Returns the blocks that are written."""
         if self._is_busy():
             return set()
         due = {load.request.request_id: load for load in loads if _has_head(load)}

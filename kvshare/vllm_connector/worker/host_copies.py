@@ -64,23 +64,23 @@ class HostLoad:
 
     def _write(self, segments: Sequence[Stored], copies: Sequence[RowCopy]) -> None:
         lap, verify_s = LapTimer(), 0.0
-        found = [LayerSums(stored) for stored in segments]
+        layer_sums = [LayerSums(stored) for stored in segments]
 
         def add_up(layer: int) -> None:
             nonlocal verify_s
             began = LapTimer()
-            for of_segment in found:
+            for of_segment in layer_sums:
                 of_segment.add_up(layer)
             verify_s += began()
 
         rows = [LayerRows(copy.stored.rows, range(copy.stored.num_layers), copy) for copy in copies]
         write_layers(self._cache, rows, before_layer=add_up)
-        self._compare(found)
+        self._compare(layer_sums)
         self._verify_s += verify_s
         self._write_s += lap() - verify_s
 
-    def _compare(self, found: Sequence[LayerSums]) -> None:
-        self.damaged |= {each.stored.segment_id for each in found if not each.is_as_stored}
+    def _compare(self, layer_sums: Sequence[LayerSums]) -> None:
+        self.damaged |= {each.stored.segment_id for each in layer_sums if not each.is_as_stored}
 
 
 class HostSave:
@@ -110,12 +110,12 @@ class HostSave:
         return {SAVE: self._seconds} if self._spans else {}
 
     def _copy(self, segments: Sequence[Stored]) -> None:
-        found = [LayerSums(stored) for stored in segments]
+        layer_sums = [LayerSums(stored) for stored in segments]
         spans, rows = [self._spans[stored] for stored in segments], [stored.rows for stored in segments]
         for layer in self._cache.gather_by_layer(self._block_ids, spans, rows):
-            for of_segment in found:
+            for of_segment in layer_sums:
                 of_segment.add_up(layer)
-        for of_segment in found:
+        for of_segment in layer_sums:
             of_segment.store()
 
 

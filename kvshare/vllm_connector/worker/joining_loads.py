@@ -51,24 +51,26 @@ class JoiningLoads:
 
         Returns:  the loads, with the segments that are unreadable on any rank (all, if the load failed there)
         """
-        each = {load: self._found(load) for load in (self._arrived(name, reached) for name in request_ids)}
-        found = iter(agreed([is_there for parts in each.values() for is_there in parts]))
-        for load in each:
-            load.has_failed = not next(found)
-            load.unreadable = frozenset([segment_id for segment_id in load.wanted if not next(found)])
-        return list(each)
+        loads = {load: self._found(load) for load in (self._arrived(name, reached) for name in request_ids)}
+        is_there_everywhere = iter(agreed([is_there for parts in loads.values() for is_there in parts]))
+        for load in loads:
+            load.has_failed = not next(is_there_everywhere)
+            load.unreadable = frozenset(
+                [segment_id for segment_id in load.wanted if not next(is_there_everywhere)]
+            )
+        return list(loads)
 
     def _arrived(self, request_id: str, reached: Any) -> PendingLoad:
-        each = self._loads.pop(request_id)
-        load = each.transfer
+        under_way = self._loads.pop(request_id)
+        load = under_way.transfer
         assert isinstance(load, PendingLoad), "saves do not join a step"
         if load.is_from_blocks:
-            self._copies.wait_until_read(each.job)
-            self._reports.times.note_later(request_id, partial(_seconds, each.job))
+            self._copies.wait_until_read(under_way.job)
+            self._reports.times.note_later(request_id, partial(_seconds, under_way.job))
         else:
-            load.late_s = self._wait(each.job, reached)
-            self._reports.times.note(request_id, each.job.seconds)
-        load.has_failed = each.job.failed or each.is_lost
+            load.late_s = self._wait(under_way.job, reached)
+            self._reports.times.note(request_id, under_way.job.seconds)
+        load.has_failed = under_way.job.failed or under_way.is_lost
         self._store.release(load.segments)
         return load
 

@@ -51,19 +51,19 @@ class KeptRows:
             self.keep(layer)
 
     def squared_changes(self, num_layers: int) -> torch.Tensor:
-        """(num_layers, P) the squared distance of V in the first layers from the V that was kept."""
+        """Return the squared distance of V in the first layers from the V that was kept, (num_layers, P)."""
         firsts = [[layer for layer in own if layer < num_layers] for own in self._numbers]
-        found = [part.squared_changes(len(own)) for part, own in zip(self._parts, firsts, strict=True)]
-        if len(found) == 1:
-            return found[0]
-        changes = found[0].new_empty(num_layers, found[0].shape[1])
-        for own, of_part in zip(firsts, found, strict=True):
+        of_parts = [part.squared_changes(len(own)) for part, own in zip(self._parts, firsts, strict=True)]
+        if len(of_parts) == 1:
+            return of_parts[0]
+        changes = of_parts[0].new_empty(num_layers, of_parts[0].shape[1])
+        for own, of_part in zip(firsts, of_parts, strict=True):
             changes[own] = of_part
         return changes
 
     @property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K and V that were kept, (L, P, H, D) each; only for layers of one shape."""
+        """Return the K and V that were kept, (L, P, H, D) each; only for layers of one shape."""
         (part,) = self._parts
         return part.rows[:, 0], part.rows[:, 1]
 
@@ -87,7 +87,7 @@ class _OfPart:
         self._cache.elements.read(cache, self._offsets_in(cache), self.rows[layer])
 
     def squared_changes(self, num_layers: int) -> torch.Tensor:
-        """(num_layers, P)"""
+        """Return (num_layers, P)."""
         now = torch.empty_like(self.rows[:num_layers, 1])
         for layer, cache in enumerate(self._cache.caches[:num_layers]):
             self._cache.elements.read(cache, self._offsets_in(cache)[1:], now[layer])
@@ -102,7 +102,7 @@ class _OfPart:
         self._cache.write_layer(layer, k, v, self._slots)
 
     def _offsets_in(self, cache: torch.Tensor) -> torch.Tensor:
-        """(2, P, H, D) the offsets of the elements in a layer's cache."""
+        """Return the offsets of the elements in a layer's cache, (2, P, H, D)."""
         strides = cache.stride()
         if strides not in self._offsets:
             self._offsets[strides] = self._cache.elements.offsets(strides, self._slots)

@@ -96,15 +96,15 @@ class StagingForm:
 
     def table(self, parts: Sequence[StagedPart]) -> NDArray[np.int64]:
         """
-        (5, P): offset, tokens, first piece, number of pieces, number of consecutive pieces.
+        Return (5, P): offset, tokens, first piece, number of pieces, number of consecutive pieces.
 
         Raises:  ValueError if a part is not aligned, or not whole in staging
         """
-        each = [
+        described = [
             (p.offset, p.num_tokens, p.first_piece, p.num_pieces, p.of_head or max(1, p.num_pieces))
             for p in parts
         ]
-        table = np.array(each, np.int64).reshape(-1, 5).T
+        table = np.array(described, np.int64).reshape(-1, 5).T
         offset, num_tokens, _, num_pieces, _ = table
         ends = offset + num_pieces * num_tokens * 2 * self.row_bytes
         wrong = (offset % ALIGNMENT != 0) | (table < 0).any(axis=0) | (ends > self.num_bytes)

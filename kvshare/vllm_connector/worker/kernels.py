@@ -3,8 +3,8 @@ Launches of our Triton kernels: rows of many tokens between a staging buffer and
 launch for all layers, heads and copies; and the sums of pieces in staging.
 
 Imported only where there are Triton and a GPU. Work is launched on torch's current device, in its current
-stream. Tables of `kernel_tables.py` and `token_tables.py` describe the work. They are copied to the device:
-the table of a load's tokens once, the tables of a batch with the batch.
+stream. Tables of `kernel_tables.py` and `kernel_token_tables.py` describe the work. They are copied to the
+device: the table of a load's tokens once, the tables of a batch with the batch.
 
     staging    [k, v][token][dim] of each piece, one after the other
     caches     (B, H, N, 2 D) of each layer, any strides but the last; layout "content" of `block_layout.py`
@@ -25,7 +25,7 @@ import triton
 
 from kvshare.kv.to_device import to_device
 from kvshare.vllm_connector.worker.cache_dtype import INTEGERS
-from kvshare.vllm_connector.worker.host_tables import TILE_WORDS, WORD_BYTES
+from kvshare.vllm_connector.worker.kernel_host_tables import TILE_WORDS, WORD_BYTES
 from kvshare.vllm_connector.worker.kernel_tables import (
     ALIGNMENT,
     CHUNK_WORDS,
@@ -35,6 +35,7 @@ from kvshare.vllm_connector.worker.kernel_tables import (
     StagingForm,
     SumTable,
 )
+from kvshare.vllm_connector.worker.kernel_token_tables import PartTable, Rows, TokenTable
 from kvshare.vllm_connector.worker.row_kernels import (
     FLOATS,
     add_words,
@@ -42,7 +43,6 @@ from kvshare.vllm_connector.worker.row_kernels import (
     gather_rows,
     scatter_rows,
 )
-from kvshare.vllm_connector.worker.token_tables import PartTable, Rows, TokenTable
 
 SUM_BLOCK = 1024  # words that a program reads at once
 PARTS_AT_ONCE = 256  # parts that a program searches at once for the one that it adds up
@@ -166,11 +166,11 @@ def sums(staging: torch.Tensor, parts: Sequence[StagedPart], *, dim: int, itemsi
     Units:   itemsize of the rows' elements in bytes; for words see `kv/sums.py`
     """
     table = SumTable.of(parts, StagingForm(len(staging), dim, itemsize))
-    found = torch.zeros(table.num_pieces, dtype=torch.int64, device=staging.device)
+    totals = torch.zeros(table.num_pieces, dtype=torch.int64, device=staging.device)
     if table.num_programs:
         (columns,) = to_device(staging.device, table.columns)
-        add_up(staging, table, columns, found)
-    return found
+        add_up(staging, table, columns, totals)
+    return totals
 
 
 def add_up(staging: torch.Tensor, table: SumTable, columns: torch.Tensor, found: torch.Tensor) -> None:
@@ -184,7 +184,7 @@ def add_up(staging: torch.Tensor, table: SumTable, columns: torch.Tensor, found:
 
 def copy_host(staging: torch.Tensor, tiles: np.ndarray[Any, np.dtype[np.int64]], *, up: bool) -> None:
     """
-    Copy tiles of `host_tables.py` into staging, or (`up` false) from there. A launch for `COPYING_TILES`.
+    Copy tiles (`kernel_host_tables.py`) into staging, or out of it (not `up`). A launch for `COPYING_TILES`.
 
     The device must be able to address the host memory, which is registered with it.
     Raises:  ValueError for a tile that reaches past staging
@@ -249,7 +249,7 @@ def _elements(staging: torch.Tensor, caches: Sequence[torch.Tensor]) -> torch.Te
 
 
 def form_of(caches: Sequence[torch.Tensor]) -> dict[str, int]:
-    """Arguments of both kernels that are the same for every batch."""
+    """Return the arguments of both kernels that are the same for every batch."""
     _, _, size, width = caches[0].shape
     stride_block, stride_head, stride_token, _ = caches[0].stride()
     staging = StagingForm(0, width // 2, caches[0].itemsize)

@@ -98,7 +98,7 @@ def _rows(
     query, indices, positions, num_rows, stride_row, stride_query_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Queries (ROWS, PADDED) of this program, and their rows' positions: -1 after the last one."""
+    """Return the queries (ROWS, PADDED) of this program, and their rows' positions: -1 after the last one."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows * GROUP
     place = tl.load(indices + row % num_rows, is_row, other=0).to(tl.int64)
@@ -152,7 +152,7 @@ def add_exponentials(
 
 @triton.jit
 def _whole_sum(sums, row, is_row, num_all, ROWS: tl.constexpr):
-    """The logarithm of each row's sum over all chunks."""
+    """Return the logarithm of each row's sum over all chunks."""
     num_chunks = tl.num_programs(1)
     CHUNKS: tl.constexpr = 16  # at once
     first = sums + tl.program_id(2) * num_chunks * num_all + row[None, :]

@@ -25,17 +25,17 @@ def metadata_builders(
     """
     of_kind: dict[tuple[str, KVCacheSpec, int], tuple[Any, list[str]]] = {}
     for name, layer in cache.layers.items():
-        own = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        layer_spec = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
         backend = layer.get_attn_backend()
-        kind = (backend.get_name(), own, int(getattr(layer, "num_heads", 0)))
+        kind = (backend.get_name(), layer_spec, int(getattr(layer, "num_heads", 0)))
         of_kind.setdefault(kind, (backend, []))[1].append(name)
     users = _users(config.compilation_config.static_forward_context)
     without_graphs = _without_graphs(config)
     builders = []
     with set_current_vllm_config(without_graphs):
-        for (_, own, _), (backend, names) in of_kind.items():
+        for (_, layer_spec, _), (backend, names) in of_kind.items():
             builder = backend.get_builder_cls()(
-                own.copy_with_new_block_size(cache.kernel_block_size),
+                layer_spec.copy_with_new_block_size(cache.kernel_block_size),
                 list(names),
                 without_graphs,
                 cache.kv_layout.device,
@@ -46,11 +46,11 @@ def metadata_builders(
 
 def _users(layers: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return for each layer the layers without KV that attend to its KV."""
-    found: dict[str, list[str]] = {}
+    users: dict[str, list[str]] = {}
     for name, layer in layers.items():
         if (target := getattr(layer, "kv_sharing_target_layer_name", None)) is not None:
-            found.setdefault(target, []).append(name)
-    return found
+            users.setdefault(target, []).append(name)
+    return users
 
 
 def _without_graphs(config: VllmConfig) -> VllmConfig:

@@ -53,7 +53,7 @@ class ModelInputs:
         }
 
     def _embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """(N, E) the embeddings of text. Not cached: a model may note what it embeds for its next pass."""
+        """Return the embeddings of text, (N, E). Not cached: a model may note them for its next pass."""
         options: dict[str, Any] = {}
         if self._may_get_media:
             options = {
@@ -89,10 +89,10 @@ class ModelInputs:
     def _notes(self) -> list[torch.Tensor]:
         """Return the model's buffers that have a row for each token of a batch."""
         values = vars(self._model).values()
-        each = (part for value in values for part in (value if isinstance(value, list) else (value,)))
+        parts = (part for value in values for part in (value if isinstance(value, list) else (value,)))
         return [
             part
-            for part in each
+            for part in parts
             if isinstance(part, torch.Tensor)
             and part.is_floating_point()
             and part.dim() > 1
@@ -100,7 +100,7 @@ class ModelInputs:
         ]
 
     def _positions(self, positions: torch.Tensor) -> torch.Tensor:
-        """(N,), or (M, N) for M-RoPE."""
+        """Return (N,), or (M, N) for M-RoPE."""
         if self._rows is None:
             return positions
         rows = self._rows[:, : len(positions)]

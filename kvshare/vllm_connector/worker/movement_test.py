@@ -60,7 +60,7 @@ class MovementTest:
         rows_at = self._rows_alone if self._cache.is_quantised else self._rows_together
         return self._found(tables, {shift: rows_at(shift) for shift in (0, *SHIFTS)})
 
-    def movements_despite_rounding(self, tables: Sequence[torch.Tensor], found: Found) -> Found:
+    def movements_despite_rounding(self, tables: Sequence[torch.Tensor], so_far: Found) -> Found:
         """
         Complete what `movements` has found, for kernels that round differently at other positions.
 
@@ -69,15 +69,15 @@ class MovementTest:
         some times as much as the same rows do, at the same place, when they are computed in two passes.
         """
         if self._cache.is_quantised:
-            return found
+            return so_far
         together = {shift: self._rows_together(shift) for shift in (0, *SHIFTS)}
         in_two_passes = self._rows_together(0, first=_FIRST_PASS)
         alone = self._found(tables, {shift: self._rows_alone(shift) for shift in (0, *SHIFTS)})
 
         def chosen(layer: int, name: int) -> Verification:
-            known, other = found[layer][name], alone[layer][name]
-            if known.movement is not None or other.movement is None:
-                return known
+            usual, other = so_far[layer][name], alone[layer][name]
+            if usual.movement is not None or other.movement is None:
+                return usual
             (same,) = self._observed({0: together[0], 1: in_two_passes}, layer, name)
             noise = same.error_of(same.here)
             error = max(
@@ -85,9 +85,9 @@ class MovementTest:
                 for pair in self._observed(together, layer, name)
             )
             is_rounding = error <= max(self._tolerance, _NOISE * noise)
-            return Verification(other.movement, error, other.control) if is_rounding else known
+            return Verification(other.movement, error, other.control) if is_rounding else usual
 
-        return [(chosen(layer, 0), chosen(layer, 1)) for layer in range(len(found))]
+        return [(chosen(layer, 0), chosen(layer, 1)) for layer in range(len(so_far))]
 
     def _found(self, tables: Sequence[torch.Tensor], rows: Mapping[int, SegmentKV]) -> Found:
         def verification(layer: int, name: int) -> Verification:

@@ -87,10 +87,10 @@ class Paces:
         """Take over the times of passes that the device has finished."""
         waiting, self._under_way = self._under_way, deque(maxlen=_PASSES)
         for num_tokens, began, ended, is_plain in waiting:
-            if (found := self._seconds(began, ended)) is None:
+            if (seconds := self._seconds(began, ended)) is None:
                 self._under_way.append((num_tokens, began, ended, is_plain))
             else:
-                self._passes.append(_Pass(num_tokens, found, is_plain))
+                self._passes.append(_Pass(num_tokens, seconds, is_plain))
 
 
 def _least_s(passes: Sequence[_Pass], num_tokens: int) -> float:

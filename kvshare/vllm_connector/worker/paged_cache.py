@@ -64,12 +64,12 @@ class PagedCache(BlockSlots):
 
     @property
     def parts(self) -> tuple[PagedCache, ...]:
-        """The caches of layers of one shape. Copies are made part by part."""
+        """Return the caches of layers of one shape. Copies are made part by part."""
         return (self,)
 
     @property
     def layers_of_parts(self) -> Sequence[Sequence[int]]:
-        """The numbers that the layers of each part have in the model, ascending."""
+        """Return the numbers that the layers of each part have in the model, ascending."""
         return (range(len(self._in_order)),)
 
     def set_movements(self, movements: Sequence[tuple[Movement | None, Movement | None]]) -> None:
@@ -78,7 +78,7 @@ class PagedCache(BlockSlots):
 
     @property
     def num_blocks(self) -> int:
-        """The number of the scheduler's blocks, including block 0."""
+        """Return the number of the scheduler's blocks, including block 0."""
         return len(self._in_order[0].kv_cache) * self.kernel_block_size // self.block_size
 
     @property
@@ -88,7 +88,7 @@ class PagedCache(BlockSlots):
 
     @property
     def computed_dtype(self) -> torch.dtype:
-        """The dtype of the rows that vLLM's kernels receive."""
+        """Return the dtype of the rows that vLLM's kernels receive."""
         return self._computed_dtype if self.is_quantised else self.kv_layout.dtype
 
     @property
@@ -97,7 +97,7 @@ class PagedCache(BlockSlots):
 
     @property
     def has_same_form(self) -> bool:
-        """Whether the layers' caches have the shapes, strides, dtypes and device of the start."""
+        """Return whether the layers' caches have the shapes, strides, dtypes and device of the start."""
         return self._form == self._current_form()
 
     def _current_form(self) -> list[tuple[object, ...]]:
@@ -162,7 +162,7 @@ class PagedCache(BlockSlots):
 
     @property
     def caches(self) -> list[torch.Tensor]:
-        """The caches of all layers, (B, H, N, 2 D). They may be other tensors after vLLM has slept."""
+        """Return the caches of all layers, (B, H, N, 2 D). They may be other tensors after vLLM has slept."""
         return [self._cache(layer) for layer in range(len(self._in_order))]
 
     def _cache(self, layer: int) -> torch.Tensor:
@@ -206,17 +206,17 @@ class PagedCache(BlockSlots):
             places.append(list(by_block(Span(ahead, ahead + len(span)), size)))
             num_before += len(table) * size
         for index, cache in enumerate(self.caches):
-            own = [
+            wanted = [
                 (rows[:, index - layers.start], at)
                 for (layers, rows), at in zip(into, places, strict=True)
                 if index in layers
             ]
-            if not own:
+            if not wanted:
                 continue
             copied = cache.index_select(0, blocks)
             for plane, read in enumerate(self._layout.planes):
                 rows = read(copied)
-                for target, pieces in own:
+                for target, pieces in wanted:
                     start = 0
                     for blocks_there, inside in pieces:
                         piece = rows[blocks_there, inside].permute(2, 0, 1, 3)

@@ -78,7 +78,7 @@ class PartialForward:
         return [layer.impl for layer in self._cache.layers.values()]
 
     def scaling(self, layer: int) -> float:
-        """The factor of a layer's attention scores."""
+        """Return the factor of a layer's attention scores."""
         return float(self._impls[layer].scale)
 
     def form(self, layer: int) -> AttentionForm:
@@ -122,12 +122,12 @@ class PartialForward:
 
     @property
     def has_draft(self) -> bool:
-        """Whether passes also compute a drafting model or head, after all layers of the target."""
+        """Return whether passes also compute a drafting model or head, after all layers of the target."""
         return self._draft is not None
 
     @property
     def has_graphs(self) -> bool:
-        """Whether there are CUDA graphs for the self-test to try."""
+        """Return whether there are CUDA graphs for the self-test to try."""
         return self._graphs is not None and self._graphs.fitting(1, 1) is not None
 
     def is_one_pass(self, spans: Sequence[Span]) -> bool:

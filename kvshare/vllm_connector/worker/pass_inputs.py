@@ -57,7 +57,7 @@ class PassInputs:
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest run."""
+        """Return the number of tokens of the longest run."""
         return int(np.diff(self.starts).max())
 
 
@@ -85,16 +85,16 @@ def pass_inputs(runs: Sequence[PlacedRun], cache: PagedCache) -> PassInputs:
 
 
 def following_ids(runs: Sequence[PlacedRun]) -> NDArray[np.int32]:
-    """(N,) the token after each row's token; for a prompt's last token, that token itself."""
-    each = []
+    """Return the token after each row's token, (N,); for a prompt's last token, that token itself."""
+    parts = []
     for run in runs:
         following = run.token_ids[run.span.start + 1 : run.span.end + 1]
-        each += [following, run.token_ids[-1:]] if len(following) < len(run.span) else [following]
-    return np.concatenate(each, dtype=_TOKEN_DTYPE)
+        parts += [following, run.token_ids[-1:]] if len(following) < len(run.span) else [following]
+    return np.concatenate(parts, dtype=_TOKEN_DTYPE)
 
 
 def kept_rows(runs: Sequence[PlacedRun]) -> NDArray[np.bool_]:
-    """(N,) which rows are kept: the target does not write their KV."""
+    """Return which rows are kept, (N,): the target does not write their KV."""
     kept = []
     for run in runs:
         rows = np.zeros(len(run.span), np.bool_)

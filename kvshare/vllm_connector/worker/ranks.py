@@ -48,7 +48,7 @@ def rank() -> int:
 
 
 def agreed(values: Sequence[bool]) -> list[bool]:
-    """Elementwise AND over all ranks."""
+    """Return the elementwise AND over all ranks."""
     group = get_tp_group()
     if group.world_size == 1 or not values:
         return list(values)
@@ -126,7 +126,7 @@ def on_all_ranks(work: Callable[[], _T], problem: str) -> _T:
 
 @contextmanager
 def as_one(what: str) -> Iterator[None]:
-    """A context for code with collectives: an error ends the process, unless there is a single rank."""
+    """Run code with collectives: an error in it ends the process, unless there is a single rank."""
     try:
         yield
     except Exception as exc:

@@ -48,7 +48,7 @@ class Reports:
             self.paces.note_pass(sum(num_run.values()), began, ended, is_plain=is_plain)
 
     def note_ahead(self, began: Any, ended: Any, num_run: dict[str, int]) -> None:
-        """A pass over what comes before the first copies of loads that wait for a disk. It is a long one."""
+        """Note a pass over what comes before the first copies of loads that wait for a disk: a long one."""
         for stage in (PASS, AHEAD):
             self.times.add(stage, began, ended, num_run)
 
@@ -76,20 +76,22 @@ class Reports:
 
         def measured() -> dict[str, float] | None:
             first, *others = early.passes
-            gaps = [self._device.seconds(first.ended, each.began) for each in others]
-            seconds = [self._device.seconds(each.began, each.ended) for each in early.passes]
-            waited = [arrivals.waited_s(each.waits) for each in early.passes]
+            gaps = [self._device.seconds(first.ended, early_pass.began) for early_pass in others]
+            seconds = [
+                self._device.seconds(early_pass.began, early_pass.ended) for early_pass in early.passes
+            ]
+            waited = [arrivals.waited_s(early_pass.waits) for early_pass in early.passes]
             if None in (*seconds, *waited):
                 return None
-            for each, pass_s, waited_s in zip(early.passes, seconds, waited, strict=True):
+            for early_pass, pass_s, waited_s in zip(early.passes, seconds, waited, strict=True):
                 assert pass_s is not None
                 assert waited_s is not None
                 self.paces.note_early(
-                    each.num_tokens,
+                    early_pass.num_tokens,
                     pass_s,
                     waited_s=waited_s,
-                    is_plain=not each.listened,
-                    share=each.share,
+                    is_plain=not early_pass.listened,
+                    share=early_pass.share,
                 )
             total_s = sum(filter(None, waited))
             hidden_s = work.written_s(early.began) - total_s - sum(filter(None, gaps))

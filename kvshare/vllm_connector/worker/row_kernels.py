@@ -158,7 +158,7 @@ def add_words(words, parts, num_parts, found, CHUNK: tl.constexpr, BLOCK: tl.con
 def copy_words(
     tiles, count, first, end, staging, UP: tl.constexpr, WORDS: tl.constexpr, PROGRAMS: tl.constexpr
 ):  # fmt: skip
-    """Words between registered host memory, by address, and staging. A program takes every n-th tile."""
+    """Copy words between registered host memory, by address, and staging. A program takes every n-th tile."""
     at = tl.arange(0, WORDS)
     for tile in range(first + tl.program_id(0), end, PROGRAMS):
         there = tl.load(tiles + tile).to(tl.pointer_type(tl.int64)) + at

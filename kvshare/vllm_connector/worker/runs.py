@@ -36,13 +36,13 @@ def runs_of(
     """Return a run for each span of a load. `kept`: ascending positions; `num_layers`: see `Run`."""
 
     def run(span: Span) -> Run:
-        own = kept[bisect_left(kept, span.start) : bisect_left(kept, span.end)]
+        kept_here = kept[bisect_left(kept, span.start) : bisect_left(kept, span.end)]
         return Run(
             request.block_ids,
             span,
             request.token_ids,
             listener=listener,
-            kept=tuple(own),
+            kept=tuple(kept_here),
             num_layers=num_layers,
         )
 

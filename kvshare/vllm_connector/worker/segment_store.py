@@ -66,7 +66,7 @@ class Stored:
 
     @property
     def parts(self) -> tuple[Stored, ...]:
-        """The layers of each shape, in the order of the cache's parts."""
+        """Return the layers of each shape, in the order of the cache's parts."""
         return (self, *self.others)
 
     @property
@@ -76,7 +76,7 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the layers of all shapes."""
+        """Return the bytes of the layers of all shapes."""
         return sum(part.rows.nbytes for part in self.parts)
 
 
@@ -140,7 +140,7 @@ class SegmentStore:
         return whole[self._first_head : self._first_head + keys.num_heads]
 
     def find(self, segment_ids: Iterable[SegmentId]) -> Mapping[SegmentId, Stored]:
-        """The segments of these ids that are held."""
+        """Return the segments of these ids that are held."""
         return {
             segment_id: self._stored[segment_id] for segment_id in segment_ids if segment_id in self._stored
         }

@@ -26,7 +26,7 @@ from delta_tree import Span
 from kvshare.kv.listening import Listener, attention
 from kvshare.kv.sequence import SegmentKV
 from kvshare.sharing.plan import MAX_LISTENERS
-from kvshare.sharing.selection import num_listening_layers
+from kvshare.sharing.repair_choice import num_listening_layers
 from kvshare.vllm_connector.worker.attention_hooks import Watch
 from kvshare.vllm_connector.worker.cache_dtype import (
     as_stored,
@@ -92,7 +92,7 @@ class SelfTest:
 
     @property
     def _runs(self) -> tuple[Span, ...]:
-        """Runs of 7, 1, 17 and many tokens, and the rest."""
+        """Return runs of 7, 1, 17 and many tokens, and the rest."""
         last = max(25, self._length - 40)
         return tuple(filter(None, map(Span, (0, 7, 8, 25, last), (7, 8, 25, last, self._length))))
 
@@ -266,9 +266,9 @@ class SelfTest:
         """Find which of these tables, if any, rotates each layer's K and V to other positions."""
         return self._movement_test.movements(tables)
 
-    def movements_despite_rounding(self, tables: Sequence[torch.Tensor], found: Found) -> Found:
+    def movements_despite_rounding(self, tables: Sequence[torch.Tensor], so_far: Found) -> Found:
         """Complete what `movements` has found; see `MovementTest`."""
-        return self._movement_test.movements_despite_rounding(tables, found)
+        return self._movement_test.movements_despite_rounding(tables, so_far)
 
     def _compute(self, *passes: Sequence[Span]) -> SegmentKV:
         """Compute the spans of each pass, and return all rows up to the last one's end."""
@@ -285,7 +285,7 @@ class SelfTest:
 
 
 def _scattered(num_blocks: int, count: int) -> tuple[int, ...]:
-    """Ids of free blocks, far apart and in random order."""
+    """Return the ids of free blocks, far apart and in random order."""
     apart = np.linspace(FIRST_BLOCK, FIRST_BLOCK + num_blocks - 1, count).astype(int)
     return tuple(np.random.default_rng(3).permutation(apart).tolist())
 

@@ -49,14 +49,14 @@ class StagedLayers:
 
     @property
     def rows(self) -> list[torch.Tensor]:
-        """The rows in host memory, in as few tensors as possible. In staging these follow each other."""
+        """Return the rows in host memory, in as few tensors as possible. Staging has them in this order."""
         if self.is_whole:
             return [self.stored.rows]
         return list(self.stored.rows[:, self.layers.start : self.layers.stop].unbind())
 
     @property
     def part(self) -> StagedPart:
-        """The description of these layers in staging for our kernels."""
+        """Return the description of these layers in staging for our kernels."""
         num_layers = len(self.layers)
         num_pieces = self.stored.num_heads * num_layers
         return StagedPart(self.offset, self.stored.num_tokens, self.layers.start, num_pieces, num_layers)

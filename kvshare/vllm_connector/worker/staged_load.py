@@ -59,14 +59,14 @@ class StagedLoad:
 
     def damaged(self, differing: NDArray[np.bool_]) -> set[SegmentId]:
         """Return the segments with a piece whose sum differs. Shapes:  differing (all pieces,)"""
-        found, first = set(), 0
+        segment_ids, first = set(), 0
         for batch in self.batches:
             for part in batch:
                 after = first + _num_pieces(part)
                 if differing[first:after].any():
-                    found.add(part.stored.segment_id)
+                    segment_ids.add(part.stored.segment_id)
                 first = after
-        return found
+        return segment_ids
 
 
 def _num_pieces(part: StagedLayers) -> int:

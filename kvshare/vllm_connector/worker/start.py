@@ -87,7 +87,7 @@ class WorkerStart:
 
     @property
     def step_tokens(self) -> int:
-        """The most tokens that loads may compute in one step."""
+        """Return the most tokens that loads may compute in one step."""
         return self.settings.step_tokens or int(self.config.scheduler_config.max_num_batched_tokens)
 
     def attach(self, models: Models) -> Attached:

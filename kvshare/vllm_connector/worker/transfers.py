@@ -102,10 +102,13 @@ class Transfers:
 
     def wait_for_saves(self, request_ids: Collection[str]) -> None:
         """Wait until saves of these requests have read their blocks: others write these in this step."""
-        for each in self._under_way.values():
-            if isinstance(each.transfer, PendingSave) and each.transfer.request.request_id in request_ids:
-                self._copies.wait_until_read(each.job)
-                self.fence(each.transfer.request.block_ids)
+        for under_way in self._under_way.values():
+            if (
+                isinstance(under_way.transfer, PendingSave)
+                and under_way.transfer.request.request_id in request_ids
+            ):
+                self._copies.wait_until_read(under_way.job)
+                self.fence(under_way.transfer.request.block_ids)
         self._give_up([save for save in self._without_room if save.request.request_id in request_ids])
 
     def wait_for_loads(self) -> None:
@@ -119,7 +122,7 @@ class Transfers:
 
     @property
     def only_load(self) -> UnderWay | None:
-        """The load, if it is the only one and not lost; else None. The same on all ranks."""
+        """Return the load, if it is the only one and not lost; else None. The same on all ranks."""
         loads = [each for _, each in self._loads()]
         is_one = len(loads) == 1 and not self._is_asleep and not any(self._joining)
         return loads[0] if is_one and not loads[0].is_lost else None
@@ -161,19 +164,19 @@ class Transfers:
 
         Returns:  the loads whose copies are written. Saves and failed loads are reported
         """
-        known = set(self._agreement.known())
+        facts = set(self._agreement.known())
         arrived = []
-        for number in self._finished(known):
-            each = self._under_way.pop(number)
-            transfer, is_whole = each.transfer, (number, "whole") in known and not each.is_lost
+        for number in self._finished(facts):
+            under_way = self._under_way.pop(number)
+            transfer, is_whole = under_way.transfer, (number, "whole") in facts and not under_way.is_lost
             self._store.release(transfer.segments)
-            self._reports.times.note(transfer.request.request_id, each.job.seconds)
+            self._reports.times.note(transfer.request.request_id, under_way.job.seconds)
             if isinstance(transfer, PendingLoad):
-                self._reports.note_pace(transfer, each.job)
+                self._reports.note_pace(transfer, under_way.job)
             if isinstance(transfer, PendingSave):
                 self._end_save(transfer, is_whole=is_whole)
             elif is_whole:
-                transfer.unreadable = frozenset(s for s in transfer.wanted if (number, s) not in known)
+                transfer.unreadable = frozenset(s for s in transfer.wanted if (number, s) not in facts)
                 arrived.append(transfer)
                 self._reports.note_copied(transfer.request)
             else:  # its slots may hold anything
@@ -228,23 +231,23 @@ class Transfers:
 
     def _said(self) -> Iterator[tuple[Hashable, bool]]:
         """Yield what has happened here to the transfers under way; the same keys on all ranks."""
-        for number, each in self._under_way.items():
-            is_done = each.job.is_done
+        for number, under_way in self._under_way.items():
+            is_done = under_way.job.is_done
             yield (number, "done"), is_done
-            yield (number, "whole"), is_done and not each.job.failed
-            if isinstance(load := each.transfer, PendingLoad):
+            yield (number, "whole"), is_done and not under_way.job.failed
+            if isinstance(load := under_way.transfer, PendingLoad):
                 for segment_id in load.wanted:
                     yield (number, segment_id), is_done and load.is_readable(segment_id)
 
-    def _finished(self, known: Collection[Hashable]) -> list[int]:
+    def _finished(self, facts: Collection[Hashable]) -> list[int]:
         """Return the numbers of finished transfers. A request's saves finish in order: the last ends it."""
         finished, unfinished = [], set[str]()
-        for number, each in self._under_way.items():
-            request_id = each.transfer.request.request_id
-            is_later_save = isinstance(each.transfer, PendingSave) and request_id in unfinished
-            if (number, "done") in known and not is_later_save:
+        for number, under_way in self._under_way.items():
+            request_id = under_way.transfer.request.request_id
+            is_later_save = isinstance(under_way.transfer, PendingSave) and request_id in unfinished
+            if (number, "done") in facts and not is_later_save:
                 finished.append(number)
-            elif isinstance(each.transfer, PendingSave):
+            elif isinstance(under_way.transfer, PendingSave):
                 unfinished.add(request_id)
         return finished
 

@@ -62,12 +62,12 @@ class PendingLoad:
 
     @cached_property
     def wanted(self) -> tuple[SegmentId, ...]:
-        """The wanted segments, in the same order on all ranks. Cached, as every step asks."""
+        """Return the wanted segments, in the same order on all ranks. Cached, as every step asks."""
         return tuple(sorted({copy.segment_id for copy in self.request.copies}))
 
     @cached_property
     def stored_ids(self) -> frozenset[SegmentId]:
-        """The wanted segments that must be in host memory."""
+        """Return the wanted segments that must be in host memory."""
         return self.request.stored_ids
 
     @property

@@ -162,13 +162,17 @@ class ConnectorWorker:
     def _wait_for_loads(self) -> None:
         """Wait for loads, for a short time. A single load may be computed before it has arrived."""
         transfers, placeholders, early, _ = self.parts
-        each = transfers.only_load if placeholders.is_idle else None
-        if each is None or not isinstance(load := each.transfer, PendingLoad) or not early.may_begin(load):
+        only_load = transfers.only_load if placeholders.is_idle else None
+        if (
+            only_load is None
+            or not isinstance(load := only_load.transfer, PendingLoad)
+            or not early.may_begin(load)
+        ):
             transfers.wait_for_loads()
             return
         assert load.work is not None
         load.work.rush()
-        is_due = transfers.wait_until_due(each, partial(early.is_due, load, each.job))
+        is_due = transfers.wait_until_due(only_load, partial(early.is_due, load, only_load.job))
         if all(agreed([is_due])):
             early.begin(load)
             transfers.fence(load.request.block_ids)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvshare.sharing.selection import blocks
+from kvshare.sharing.repair_choice import blocks
 from kvshare_lab.fidelity.arms import make_trial
 from kvshare_lab.fidelity.measures import divergence
 from kvshare_lab.fidelity.rules import RULES

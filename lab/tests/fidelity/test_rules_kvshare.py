@@ -1,9 +1,9 @@
-"""Our own rule on trials: what it costs, and that it can be served. Its choice: sharing/test_selection.py."""
+"""Our own rule on trials: what it costs, and that it can be served. Its choice: test_repair_choice.py."""
 
 import numpy as np
 import pytest
 
-from kvshare.sharing.selection import listeners, probes
+from kvshare.sharing.repair_choice import listeners, probes
 from kvshare_lab.fidelity.rules import RULES
 from kvshare_lab.fidelity.rules.attention import probed
 from kvshare_lab.fidelity.rules.base import num_wanted, pieces

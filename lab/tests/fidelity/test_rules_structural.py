@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from delta_tree import Span
-from kvshare.sharing.selection import highest, spans_where
+from kvshare.sharing.repair_choice import highest, spans_where
 from kvshare_lab.fidelity.rules import RULES, attention, cachecraft, deviation, structural
 from kvshare_lab.fidelity.rules.base import chunks, cut, heads, pieces
 from kvshare_lab.fidelity.rules.structural import server_windows

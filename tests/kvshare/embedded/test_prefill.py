@@ -11,7 +11,7 @@ from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SegmentKV, SequenceKV
 from kvshare.sharing.plan import Plan, RepairOrder, without
 from kvshare.sharing.rates import Estimate
-from kvshare.sharing.selection import probes, spans_where
+from kvshare.sharing.repair_choice import probes, spans_where
 from kvshare_lab.bench.random_models import tiny_model
 from kvshare_lab.fidelity.rules import RULES
 from kvshare_lab.fidelity.rules.base import num_wanted, pieces

@@ -32,7 +32,7 @@ def test_bytes_of_tenants_are_those_of_their_namespaces(keeper: ReplicaKeeper) -
         check()
         keeper.tenants.note(f"space {number}", owner)
         check()
-    keeper.tree.purge("space 4")
+    keeper.tree.purge_nodes(node.node_id for node in keeper.tree.nodes("space 4"))
     check()
     keeper.execute(Evict(all=True, dry_run=False))
     assert bytes_by_tenant(keeper.tree) == {}

@@ -83,3 +83,17 @@ def test_a_flipped_bit_in_any_byte_is_a_miss() -> None:
             assert tier.fetch([SegmentId(1)]).missing == {SegmentId(1)}
             raw[place] ^= 1 << place % 8
     assert tier.fetch([SegmentId(1)]).segments == {SegmentId(1): kv}
+
+
+def test_it_says_what_it_holds_and_how_often_it_was_asked_in_vain() -> None:
+    """A segment that was asked for twice in one fetch counts once; a damaged one is a miss."""
+    tier, kv = MemoryTier(10**6), segment()
+    put(tier, 1, kv)
+    tier.fetch([SegmentId(1), SegmentId(1), SegmentId(2)])
+    kv.v[0, 0, 0, 0] += 1
+    tier.fetch([SegmentId(1)])
+    (status,) = tier.status()
+    assert (status.num_segments, status.num_bytes, status.max_bytes) == (1, kv.num_bytes, 10**6)
+    assert (status.num_hits, status.num_misses) == (1, 2)
+    tier.close()  # does not lose what a request may still read
+    assert SegmentId(1) in tier

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from kvshare.kv.movement import STAYS, Movement, Observed, Pairing, find_movement
+from kvshare.kv.movement import (
+    STAYS,
+    Movement,
+    Observed,
+    Pairing,
+    Verification,
+    find_movement,
+    why_not_movable,
+)
 
 FLOAT32 = 1e-3
 FAST = 1.0 / 10_000.0 ** (torch.arange(4) / 4)
@@ -49,6 +57,54 @@ def test_a_rotation_is_a_turn_of_the_plane() -> None:
     pairs = Movement((torch.pi / 2, 0.0), "interleaved", 2)
     moved = pairs.moved(torch.tensor([9.0, 9.0, 1.0, 0.0, 5.0, 6.0]), 1)
     assert moved.tolist() == pytest.approx([9.0, 9.0, 0.0, 1.0, 5.0, 6.0], abs=1e-6)
+
+
+def test_back_and_forth_is_where_it_was() -> None:
+    """And nothing is computed, nor copied, where nothing moves."""
+    here, true = rows(), Movement.turning(FAST)
+    assert torch.allclose(true.moved(true.moved(here, 37), -37), here, atol=1e-6)
+    assert true.moved(here, 0) is here
+    assert STAYS.moved(here, 37) is here
+
+
+def test_far_positions_are_not_rounded() -> None:
+    """In float32, angles of a shift by millions would be off by tenths of a radian."""
+    true, shift = Movement.turning(FAST), 2**24 + 1
+    cos, sin = true.angles(torch.tensor([shift]))
+    angles = shift * FAST.double()
+    assert torch.allclose(cos[0], angles.cos().float(), atol=1e-6)
+    assert torch.allclose(sin[0], angles.sin().float(), atol=1e-6)
+
+
+def test_rows_that_are_moved_in_parts_are_those_moved_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU cuts them along the longest dimension; the dimensions that stay are copied, too."""
+    here, true = torch.randn(3, 50, 2, 12), Movement.turning(FAST, "interleaved", 4)
+    whole = true.moved(here, 41)
+    monkeypatch.setattr("kvshare.kv.movement._AT_ONCE", 100)
+    assert torch.equal(true.moved(here, 41), whole)
+    assert torch.equal(whole[..., :4], here[..., :4])
+
+
+def test_movements_that_differ_have_other_names() -> None:
+    """KV is shared by the name: by table, pairing and place, and not by how the table was written."""
+    names = {
+        Movement.turning(table, pairing, first).digest
+        for table in (FAST, SLOW, FAST[:3])
+        for pairing in ("half", "interleaved")
+        for first in (0, 2)
+    }
+    assert len(names) == 12
+    assert Movement.turning(FAST.double()).digest == Movement.turning(FAST).digest
+    assert (str(Movement.turning(FAST, first=2)), str(STAYS)) == ("half 2:10", "stays")
+
+
+def test_the_first_layer_that_cannot_move_is_named() -> None:
+    """Keys before values, with the reason and how far off they are."""
+    moves, stays = Verification(Movement.turning(FAST), 1e-6, 9.0), Verification(STAYS, 0.0, None)
+    fails = Verification(None, 0.123, None, "no table fits")
+    assert why_not_movable([(moves, stays)] * 2) == ""
+    problem = why_not_movable([(moves, stays), (moves, fails), (fails, stays)])
+    assert problem == "values of layer 1: no table fits (relative error 0.12)"
 
 
 def test_what_no_table_explains_is_not_proved() -> None:

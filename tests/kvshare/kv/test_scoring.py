@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.kv.scoring import Scoring
-from kvshare.sharing.selection import repairable
+from kvshare.sharing.repair_choice import repairable
 
 
 def scores(

@@ -12,7 +12,7 @@ import pytest
 from delta_tree import Copy, NodeId, Span, gaps
 from kvshare.sharing.plan import Plan, RepairOrder
 from kvshare.sharing.rates import Estimate
-from kvshare.sharing.selection import probes
+from kvshare.sharing.repair_choice import probes
 from kvshare.vllm_protocol.messages import FinishedReport, WireCopy, WireOrder, WireSpan
 from kvshare.vllm_protocol.salts import private_salt
 from tests.kvshare.vllm_connector.starts import IN_SMALL_STEPS, QWEN3, STEP_TOKENS, USUAL

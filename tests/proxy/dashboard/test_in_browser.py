@@ -250,7 +250,7 @@ async def test_many_prompts_come_in_pages(dashboard: Dashboard) -> None:
     await tab.until(f"{rows} === 101")  # the first fifty below it, and a row that gets the others
     await tab.click(f"10 more below {parent}")
     await tab.until(f"{rows} === 110")
-    tree.purge("many")
+    tree.purge_nodes(node.node_id for node in tree.nodes("many"))
 
 
 async def test_the_key_is_kept_for_this_tab_only(dashboard: Dashboard) -> None:

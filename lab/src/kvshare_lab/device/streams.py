@@ -17,10 +17,10 @@ from delta_tree import Span
 from kvshare.vllm_connector.worker.block_rows import BlockCopy, slot_table
 from kvshare.vllm_connector.worker.gpu import Stream
 from kvshare.vllm_connector.worker.kernel_tables import StagedCopy, StagingForm, SumTable
+from kvshare.vllm_connector.worker.kernel_token_tables import PartTable, TokenTable
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.staged_layers import StagedLayers, saved
 from kvshare.vllm_connector.worker.staged_load import StagedLoad
-from kvshare.vllm_connector.worker.token_tables import PartTable, TokenTable
 from kvshare_lab.device.gpu import MAIN, THERE, SimulatedGpu
 
 _ANGLE_LAUNCHES = 3  # where anything moves: the product, its cosines and its sines

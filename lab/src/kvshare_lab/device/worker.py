@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
 from kvshare.kv.movement import STAYS, Movement
-from kvshare.sharing import selection
+from kvshare.sharing import repair_choice
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, WorkerHandshake
 from kvshare.vllm_connector.scheduler import joining, prefill_times
@@ -157,7 +157,7 @@ def virtual_threads(gpu: SimulatedGpu) -> Iterator[None]:
     def choose(*given: Any, **options: Any) -> Any:
         scores: NDArray[Any] = given[2]
         gpu.clock.spend(scores.size * gpu.costs.choose_s)
-        return selection.choose(*given, **options)
+        return repair_choice.choose(*given, **options)
 
     with in_virtual_time(gpu, _VIRTUAL), patch.object(choosing, "choose", choose):
         yield

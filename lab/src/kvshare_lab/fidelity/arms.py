@@ -19,7 +19,7 @@ from delta_tree import Copy, TokenIds
 from kvshare.settings import Settings
 from kvshare.sharing.plan import NoPlan, Plan, without
 from kvshare.sharing.rates import Estimate
-from kvshare.sharing.selection import covered, spans_where
+from kvshare.sharing.repair_choice import covered, spans_where
 from kvshare_lab.fidelity.layered import LayeredModel, greedy_answers
 from kvshare_lab.fidelity.measures import agreement, divergence, margin, rounded, text_scores
 from kvshare_lab.fidelity.rows import Stage

@@ -22,7 +22,7 @@ from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SequenceKV
 from kvshare.settings import Settings
 from kvshare.sharing.plan import within
-from kvshare.sharing.selection import covered, num_runs
+from kvshare.sharing.repair_choice import covered, num_runs
 from kvshare_lab.fidelity.layered import ForwardPass, LayeredModel, LayerHook, Mask, causal, greedy_answers
 from kvshare_lab.fidelity.scenario import Scenario
 from kvshare_lab.fidelity.stored_prompts import Floats, Prefill, StoredPrompts, prefill

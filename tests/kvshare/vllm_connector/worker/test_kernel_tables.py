@@ -19,7 +19,7 @@ from kvshare.vllm_connector.worker.kernel_tables import (
     StagingForm,
     SumTable,
 )
-from kvshare.vllm_connector.worker.token_tables import PartTable, TokenTable
+from kvshare.vllm_connector.worker.kernel_token_tables import PartTable, TokenTable
 
 CPU = torch.device("cpu")
 FORM = StagingForm(num_bytes=4096, dim=8, itemsize=2)

@@ -15,7 +15,7 @@ from delta_tree import TokenIds
 from kvshare.embedded.tokenizer import PromptEncoder
 from kvshare.settings import Settings
 from kvshare.sharing.plan import Plan
-from kvshare.sharing.selection import covered
+from kvshare.sharing.repair_choice import covered
 from kvshare_lab.fidelity.arms import make_trial
 from kvshare_lab.fidelity.layered import LayeredModel, Start, greedy_answers
 from kvshare_lab.fidelity.measures import Figures, corpus_bleu, rounded

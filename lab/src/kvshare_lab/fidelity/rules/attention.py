@@ -1,7 +1,7 @@
 """
 Rules that look at attention: of the tokens that are computed anyway, or in the stored prompts' prefill.
 
-The server's rule (`kvshare.sharing.selection`) is one of them: a probe pass computes the base and the probes;
+The server's rule (`sharing/repair_choice.py`) is one of them: a probe pass computes the base and the probes;
 a second pass over the KV that it leaves computes the repairs, and some of the base again.
 """
 
@@ -14,9 +14,9 @@ import torch
 from delta_tree import Copy, Span
 from kvshare.kv.scoring import Scoring
 from kvshare.kv.sequence import SequenceKV
-from kvshare.sharing import selection as server
+from kvshare.sharing import repair_choice as server
 from kvshare.sharing.plan import MAX_LISTENERS, MAX_RENEWED, within
-from kvshare.sharing.selection import Scores, blocks, covered, highest
+from kvshare.sharing.repair_choice import Scores, blocks, covered, highest
 from kvshare_lab.fidelity.layered import Mask
 from kvshare_lab.fidelity.rules import base
 from kvshare_lab.fidelity.rules.base import Choices, Ranking, chunks, heads, num_wanted, pieces, takes_all

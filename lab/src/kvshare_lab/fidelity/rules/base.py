@@ -8,7 +8,7 @@ import numpy as np
 
 from delta_tree import Span
 from kvshare.sharing.placed import continued, placed
-from kvshare.sharing.selection import Scores, spans_where
+from kvshare.sharing.repair_choice import Scores, spans_where
 from kvshare_lab.fidelity.layered import Mask
 from kvshare_lab.fidelity.trial import Selection, Trial
 

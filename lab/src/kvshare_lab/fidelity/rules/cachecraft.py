@@ -13,7 +13,7 @@ import numpy as np
 
 from delta_tree import Copy, Span
 from kvshare.sharing.plan import within
-from kvshare.sharing.selection import Scores, covered, highest, spans_where
+from kvshare.sharing.repair_choice import Scores, covered, highest, spans_where
 from kvshare_lab.fidelity.layered import Mask
 from kvshare_lab.fidelity.rules.attention import question_attention, second_pass
 from kvshare_lab.fidelity.rules.base import Choices, no_probe, num_wanted, takes_all

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvshare.kv.sequence import SequenceKV
-from kvshare.sharing.selection import Scores, highest
+from kvshare.sharing.repair_choice import Scores, highest
 from kvshare_lab.fidelity.layered import LayerHook, LayerUpdate
 from kvshare_lab.fidelity.rules.base import Choices, Ranking, no_probe, num_wanted, pieces, takes_all
 from kvshare_lab.fidelity.trial import Selection, Trial

@@ -5,7 +5,7 @@ import numpy as np
 from kvshare.sharing.placed import placed
 from kvshare.sharing.plan import MAX_SMALL_SHIFT
 from kvshare.sharing.repair import repairs_by_place
-from kvshare.sharing.selection import Scores, covered, highest
+from kvshare.sharing.repair_choice import Scores, covered, highest
 from kvshare_lab.fidelity.rules.base import Choices, chunks, cut, heads, no_probe, num_wanted, pieces
 from kvshare_lab.fidelity.scenario import SEED
 from kvshare_lab.fidelity.trial import Selection, Trial

@@ -64,7 +64,7 @@ def _by_driver(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None
 
 
 def _by_kernel(here: list[torch.Tensor], device: torch.Tensor, size: int, *, up: bool) -> None:
-    from kvshare.vllm_connector.worker.host_tables import WORD_BYTES, cut
+    from kvshare.vllm_connector.worker.kernel_host_tables import WORD_BYTES, cut
     from kvshare.vllm_connector.worker.kernels import copy_host
 
     words = size // WORD_BYTES

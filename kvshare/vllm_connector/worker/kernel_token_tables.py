@@ -21,7 +21,7 @@ class Rows(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the whole segment."""
+        """Return the number of tokens of the whole segment."""
 
     @property
     def source(self) -> Span: ...

@@ -1,5 +1,5 @@
 """
-Chooses which copied tokens are computed again, by their scores (`scoring.py`). The plan says how many.
+Chooses which copied tokens are computed again, by their scores (`kvshare/kv/scoring.py`). The plan says how many.
 
 A probe pass computes the placeholders and some copied tokens: at most 64, and at most 3 % of the prompt. Only
 the first three quarters of its layers are measured, so that a GPU's results are on the host before the pass
@@ -75,7 +75,8 @@ def num_listening_layers(num_layers: int) -> int:
 
 def probes(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
     """
-    (P,) positions whose change is measured, ascending: dense at the start of each stretch, then sparse.
+    Return the positions whose change is measured, (P,), ascending. They are dense at the start of each
+    stretch, then sparse.
 
     `stretches`: contiguous copies of one donor each, ascending.
     """
@@ -86,7 +87,7 @@ def probes(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
 
 
 def listeners(computed: Mask) -> NDArray[np.int64]:
-    """(N,) the positions of the listeners: the last placeholders."""
+    """Return the positions of the listeners, (N,): the last placeholders."""
     return computed.nonzero()[0][-MAX_LISTENERS:]
 
 
@@ -109,7 +110,7 @@ def repairable(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.float32
 
 def renewed(attended: Scores, computed: Mask, repairs: Mask, *, first_approximate: int) -> Mask:
     """
-    (T,) the listeners, and the other computed tokens that they attend to most.
+    Return the listeners, and the other computed tokens that they attend to most, as a mask (T,).
 
     Tokens before the first approximate copy are exact and never computed again. `attended`: (T,)
     """
@@ -168,7 +169,7 @@ def spans_where(mask: Mask) -> list[Span]:
 
 
 def covered(spans: Sequence[Span], num_tokens: int) -> Mask:
-    """(T,) the positions that the spans cover."""
+    """Return the positions that the spans cover, as a mask (T,)."""
     mask = np.zeros(num_tokens, np.bool_)
     for span in spans:
         mask[span.start : span.end] = True

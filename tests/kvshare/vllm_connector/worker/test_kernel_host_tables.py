@@ -9,7 +9,7 @@ import torch
 
 from delta_tree import SegmentId
 from kvshare.kv.layout import KVLayout
-from kvshare.vllm_connector.worker.host_tables import TILE_WORDS, WORD_BYTES, tiles
+from kvshare.vllm_connector.worker.kernel_host_tables import TILE_WORDS, WORD_BYTES, tiles
 from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
 from kvshare.vllm_connector.worker.staged_layers import StagedLayers, batches, batches_by_layer
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from delta_tree import Span
 from kvshare.sharing.plan import MAX_LISTENERS, MAX_RENEWED
-from kvshare.sharing.selection import (
+from kvshare.sharing.repair_choice import (
     MAX_FURTHER_RUNS,
     chosen,
     highest,

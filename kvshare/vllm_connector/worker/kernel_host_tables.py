@@ -32,14 +32,14 @@ def tiles(batch: Sequence[StagedLayers]) -> NDArray[np.int64] | None:
 
     Shapes:  (3, tiles): address in host memory, offset in staging in words, number of words
     """
-    each = [
+    described = [
         (
             *(part.stored.rows.data_ptr(), part.stored.piece_bytes, part.stored.num_layers),
             *(part.stored.num_heads, part.layers.start, part.layers.stop, part.offset),
         )
         for part in batch
     ]
-    parts = np.array(each, np.int64).reshape(-1, 7)
+    parts = np.array(described, np.int64).reshape(-1, 7)
     if (parts[:, [0, 1, 6]] % WORD_BYTES).any():
         return None
     heads = parts[:, 3]
@@ -52,12 +52,12 @@ def tiles(batch: Sequence[StagedLayers]) -> NDArray[np.int64] | None:
 def cut(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
     """Cut pieces into tiles. Shapes:  (3, pieces) -> (3, tiles), rows as in `tiles`."""
     counts = -(-pieces[2] // TILE_WORDS)
-    found, before = np.repeat(pieces, counts, axis=1), _numbered(counts) * TILE_WORDS
-    found += np.array([before * WORD_BYTES, before, -before])
-    np.minimum(found[2], TILE_WORDS, out=found[2])
-    return found
+    cut_pieces, before = np.repeat(pieces, counts, axis=1), _numbered(counts) * TILE_WORDS
+    cut_pieces += np.array([before * WORD_BYTES, before, -before])
+    np.minimum(cut_pieces[2], TILE_WORDS, out=cut_pieces[2])
+    return cut_pieces
 
 
 def _numbered(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, .. for each count, one after the other."""
+    """Return 0, 1, .. for each count, one after the other."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
