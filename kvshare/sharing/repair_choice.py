@@ -1,5 +1,7 @@
 """
-Chooses which copied tokens are computed again, by their scores (`kvshare/kv/scoring.py`). The plan says how many.
+Chooses which copied tokens are computed again, by their scores. The plan says how many.
+
+`kvshare/kv/scoring.py` makes the scores of what a probe pass measures.
 
 A probe pass computes the placeholders and some copied tokens: at most 64, and at most 3 % of the prompt. Only
 the first three quarters of its layers are measured, so that a GPU's results are on the host before the pass
