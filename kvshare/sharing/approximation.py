@@ -183,7 +183,8 @@ class Approximation:
 
     def _chosen(self, shape: Shape) -> _Outline:
         """Return the outline with the smallest dose within the limit, else that with the largest dose."""
-        doses = [dose * shape.stale for dose in DOSES]
+        least = self._calibration.least_repaired(shape, "attention", risk=self._max_risk)
+        doses = [max(least, dose * shape.stale) for dose in DOSES]
         allowed = self._max_deviation - self._bound_of(self._inherited(self._foreign))
         bounds = self._calibration.bounds(shape, "attention", doses, risk=self._max_risk)
         fitting = (dose for dose, bound in zip(doses, bounds, strict=True) if bound <= allowed)

@@ -20,7 +20,7 @@ from typing import Any, Self
 from kvshare.errors import ConfigError
 from kvshare.sharing.prediction import Calibration, Shape
 from kvshare.sharing.repair import RepairRule
-from kvshare.sharing.risk import Regime, RiskTable
+from kvshare.sharing.risk import ANY_DEVIATION, Regime, RiskTable
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class ModelCalibration:
 
     `composed`: weights that were fitted to plans of several donors alone, where repairs work in another way:
     with the weights of all plans, mosaics of threads deviated 1.8 times as far as expected. A rule without
-    such weights predicts these plans with those of all.
+    such weights predicts these plans with those of all. Their `least_repaired` limits what is certified.
     """
 
     model: str
@@ -78,14 +78,33 @@ class ModelCalibration:
             return [unmeasured * factor * mean for mean in calibration.expected(values).tolist()]
         risks = calibration.risks.get(shape.regime, _UNCERTIFIED)
         typical = calibration.typical(values).tolist()
-        return [unmeasured * risks.bound(factor * each, risk) for each in typical]
+        enough = calibration.repairs_enough(repaired, shape.num_tokens).tolist()
+        return [
+            unmeasured * (risks.bound(factor * each, risk) if is_enough else ANY_DEVIATION)
+            for each, is_enough in zip(typical, enough, strict=True)
+        ]
 
-    def least_bound(self, regime: Regime, num_tokens: int, *, risk: float) -> float:
-        """Return a lower limit of `bound`, whatever is repaired of such a prompt by whichever rule."""
+    def least_repaired(self, shape: Shape, rule: RepairRule, *, risk: float) -> float:
+        """Return the tokens that a plan must repair to have a `bound`; where the mean is limited, none."""
+        return 0.0 if risk >= 1 else self._weights(shape.regime, rule).least_repaired * shape.num_tokens
+
+    def least_share(
+        self, regime: Regime, num_tokens: int, rules: Sequence[RepairRule], *, risk: float, limit: float
+    ) -> float | None:
+        """
+        Return the share of a prompt that must be repaired, by one of these rules, to keep a limit at a risk,
+        whatever the plan's shape. None: no plan of such a prompt keeps the limit.
+        """
         if risk >= 1:
             return 0.0
-        tables = (self._weights(regime, rule).risks.get(regime, _UNCERTIFIED) for rule in RULES)
-        return self._unmeasured(num_tokens) * min(table.bound(0.0, risk) for table in tables)
+        unmeasured = self._unmeasured(num_tokens)
+        known = (self._weights(regime, rule) for rule in rules)
+        shares = (
+            each.least_repaired
+            for each in known
+            if unmeasured * each.risks.get(regime, _UNCERTIFIED).bound(0.0, risk) <= limit
+        )
+        return min(shares, default=None)
 
     def _weights(self, regime: Regime, rule: RepairRule) -> Calibration:
         return self.composed.get(rule, self.rules[rule]) if regime == "composed" else self.rules[rule]

@@ -11,7 +11,7 @@ from typing import Self
 
 from delta_tree import Node
 from kvshare.settings import RepairSettings, Settings, SharingSettings
-from kvshare.sharing.calibration import ModelCalibration, calibration_of, cautious
+from kvshare.sharing.calibration import RULES, ModelCalibration, calibration_of, cautious
 from kvshare.sharing.rates import ANYTHING, MinSaved
 from kvshare.sharing.risk import Regime, bound_of_inherited
 
@@ -72,10 +72,17 @@ class PlannerLimits:
             return self
         return replace(self, sharing=self.sharing.model_copy(update={"max_deviation": max_deviation}))
 
+    def least_share(self, regime: Regime, num_tokens: int) -> float | None:
+        """Return the share of a prompt that plans of this kind must repair; None if they are all refused."""
+        may_choose = self.can_probe and self.repair.rule != "windows"
+        limit, risk = self.sharing.max_deviation, self.sharing.max_risk
+        rules = RULES if may_choose else RULES[:1]
+        found = self.calibration.least_share(regime, num_tokens, rules, risk=risk, limit=limit)
+        return None if found is None or found > self.repair.max_budget else found
+
     def refuses(self, regime: Regime, num_tokens: int) -> bool:
         """Return whether plans of this kind deviate by more than the limit, whatever they repair."""
-        least = self.calibration.least_bound(regime, num_tokens, risk=self.sharing.max_risk)
-        return least > self.sharing.max_deviation
+        return self.least_share(regime, num_tokens) is None
 
     def usable(self, node: Node) -> Node | None:
         """Return the part of a prompt that may be copied: if it deviates too much, only its exact prefix."""

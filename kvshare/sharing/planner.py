@@ -91,7 +91,7 @@ class _Search:
         exact = exact and self._split(exact)
         if self._approximate:
             self._try_approximate(composition, donors, exact)
-            if self._is_of_one and not any(plan.reason is None for plan in self._accepted):
+            if self._is_of_one and not self._is_of_one_enough():
                 self._try_again(donors, exact)
             self._try_originals(donors, exact)
         if self._accepted:
@@ -135,8 +135,8 @@ class _Search:
         """
         Compose a plan from all donors; once more without moves if the engine cannot move keys.
 
-        From the best one only, if plans of several are refused and it has as much of the prompt's beginning
-        as any other.
+        From the best one only, if plans of several are refused, or must repair much, and it has as much of
+        the prompt's beginning as any other.
         """
         max_donors = self._limits.sharing.max_donors
         if self._approximate and max_donors > 1 and not self._media and self._limits.can_move_keys:
@@ -152,7 +152,7 @@ class _Search:
 
     def _composed_of_one(self, donors: Sequence[Node]) -> Composition | None:
         num_tokens = len(self._token_ids)
-        if len(donors) < 2 or not self._limits.refuses("composed", num_tokens):
+        if len(donors) < 2 or self._limits.least_share("composed", num_tokens) == 0:
             return None
         common = {node.node_id: common_prefix_length(node.token_ids, self._token_ids) for node in donors}
         most = max(common.values())
@@ -160,6 +160,13 @@ class _Search:
         is_alone = len(used := composition.approximate_donors) == 1 and common[used[0]] == most
         # What is not after an edit may be copied from several: it needs no repair.
         return composition if is_alone and most - composition.exact_length <= _FEW * num_tokens else None
+
+    def _is_of_one_enough(self) -> bool:
+        """Return whether the plan of the best donor alone passes, and plans of several would compute more."""
+        num_tokens = len(self._token_ids)
+        share = self._limits.least_share("composed", num_tokens)
+        most = num_tokens if share is None else share * num_tokens
+        return any(plan.reason is None and plan.num_computed <= most for plan in self._accepted)
 
     def _try_approximate(self, composition: Composition, donors: Sequence[Node], exact: Plan | None) -> None:
         """

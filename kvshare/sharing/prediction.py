@@ -158,7 +158,8 @@ class Calibration:
     to a weight for each unit of the last feature, as repairs change the effect of the others. `bias` and
     `slope` turn the typical KL into the mean, which a few bad plans dominate. KL is in nats. `risks`: by
     regime, how far answers may deviate. `at_length`: measured over expected deviation of plans with the
-    longest measured prompts, at least 1.
+    longest measured prompts, at least 1. `least_repaired`: share of a prompt's tokens; `risks` hold for plans
+    that repair at least so many.
     """
 
     intercept: float
@@ -171,6 +172,14 @@ class Calibration:
     with_repairs: tuple[float, ...] = (0.0,) * len(FEATURES)
     risks: Mapping[Regime, RiskTable] = field(default_factory=dict)
     at_length: float = 1.0
+    least_repaired: float = 0.0
+
+    def repairs_enough(
+        self, repaired: Vector | Sequence[float], num_tokens: NDArray[np.int64] | int
+    ) -> NDArray[np.bool_]:
+        """(N,) whether `risks` hold for plans that repair so many tokens. A share is rounded to tokens."""
+        enough: NDArray[np.bool_] = np.asarray(repaired) > self.least_repaired * num_tokens - 1
+        return enough
 
     def typical(self, values: Vector) -> NDArray[np.float64]:
         """Return the median KL of such plans. Shapes: (..., F) -> (...)"""
@@ -198,7 +207,8 @@ class Calibration:
         }
         own = {name: getattr(self, name) for name in _OWN}
         risks = {regime: table.as_document() for regime, table in self.risks.items()}
-        return {**own, "features": by_name, "risks": risks}
+        least = {"least_repaired": self.least_repaired} if self.least_repaired else {}
+        return {**own, **least, "features": by_name, "risks": risks}
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
@@ -213,6 +223,7 @@ class Calibration:
                 with_repairs=with_repairs,
                 low=low,
                 high=high,
+                least_repaired=float(document.get("least_repaired", 0.0)),
                 risks={
                     regime: RiskTable.from_document(document["risks"][regime])
                     for regime in REGIMES
@@ -220,6 +231,8 @@ class Calibration:
                 },
             )
             numbers = [getattr(result, name) for name in _OWN]
+            if not 0 <= result.least_repaired <= 1:
+                raise ValueError(f"least_repaired is {result.least_repaired}, expected a share from 0 to 1")
             is_finite = all(map(isfinite, (*numbers, *weights, *with_repairs, *low, *high)))
             if not is_finite or result.bias <= 0 or result.slope <= 0 or result.at_length < 1:
                 raise ValueError("expected finite numbers, bias and slope above 0, at_length at least 1")

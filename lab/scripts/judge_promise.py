@@ -4,8 +4,9 @@ Judges whether the gate's promise is kept on measured plans that the calibration
     python lab/scripts/judge_promise.py docs/measured/fidelity/smollm2 --data DATA
 
 docs/measured/promise.json is what it prints. `unseen`: plans of half 1, which nothing was fitted on, by the
-calibration that ships for the model. `left_out`: plans of half 0, each kind of prompts by a calibration that
-was fitted to all others.
+calibration that ships for the model, or by `--calibration`. `new`: those of them that were opened
+after plans of several donors had got a least dose. `left_out`: plans of half 0, each kind of prompts by a
+calibration that was fitted to all others.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from kvshare_lab.fidelity.laboratory import Laboratory
 from kvshare_lab.fidelity.rows import Plan, read_plans
 
 _NO_SINGLE_PLANS = ("chain", "log")
+_NEW = {"rag": 200, "mosaic": 125}  # the first number of a suite
 SETTINGS = load_settings()
 
 Made = list[tuple[Plan, Shape]]
@@ -44,6 +46,11 @@ def judged(made: Made, calibration: ModelCalibration) -> dict[str, Any]:
     return judgement(judged_plans(made, calibration, risk=risk), limit=limit, risk=risk)
 
 
+def is_new(plan: Plan) -> bool:
+    first = _NEW.get(plan.suite)
+    return first is not None and plan.row["number"] >= first
+
+
 def left_out(laboratory: Laboratory, made: Made) -> dict[str, Any]:
     """By suite: how a calibration judges it that was fitted to all others."""
     found = {}
@@ -58,14 +65,17 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--model", default="default")
+    parser.add_argument("--calibration", help="a file of `kvshare calibrate`")
     given = parser.parse_args()
     served = find_model(given.model, download=True)
     laboratory = Laboratory.open(served, SETTINGS, data=given.data, noise=False)
-    calibration = calibration_of(laboratory.model.model.fingerprint)
+    calibration = calibration_of(laboratory.model.model.fingerprint, given.calibration)
+    unseen = plans_of(laboratory, given.rows, 1)
     document = {
         "model": laboratory.name,
         "calibration": {"plans": calibration.measured["plans"], "longest": calibration.longest},
-        "unseen": judged(plans_of(laboratory, given.rows, 1), calibration),
+        "unseen": judged(unseen, calibration),
+        "new": judged([each for each in unseen if is_new(each[0])], calibration),
         "left_out": left_out(laboratory, plans_of(laboratory, given.rows, 0)),
     }
     text = json.dumps(document, indent=1)

@@ -63,6 +63,14 @@ def test_too_few_plans_certify_nothing() -> None:
     assert 0.05 in found
 
 
+def test_only_what_repairs_enough_is_certified() -> None:
+    """Small doses are far off, whatever was expected of them: the larger ones are certified without them."""
+    arms, typical = plans(800, seed=9)
+    arms = replace(arms, kl=np.where(arms.repaired < 200, 1.0, arms.kl))
+    all_, large = (certified(arms, typical, arms.repaired >= least)["moved"].typical for least in (0, 200))
+    assert large[0.02][0.05] > 2 * all_.get(0.02, {}).get(0.05, 0.0)
+
+
 def test_another_kind_of_plans_certifies_nothing() -> None:
     assert not certified(*plans(800, seed=5, regime="in_place"))["moved"].typical
 

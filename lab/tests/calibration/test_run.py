@@ -12,6 +12,7 @@ import pytest
 from kvshare.errors import ConfigError, LogError
 from kvshare.sharing.calibration import calibration_of, read_calibration
 from kvshare.sharing.prediction import FEATURES, Shape
+from kvshare.sharing.risk import ANY_DEVIATION
 from kvshare_lab.calibration.arms import Measured
 from kvshare_lab.calibration.evaluation import evaluated
 from kvshare_lab.calibration.risks import FEWEST_PLANS
@@ -65,6 +66,26 @@ def test_plans_of_several_donors_get_their_own_weights_if_enough_were_repaired(
     model = SimpleNamespace(model=SimpleNamespace(fingerprint="f"))
     found = calibrated(cast(Laboratory, SimpleNamespace(name="m", model=model)), made)
     assert set(found.composed) == rules
+
+
+def test_plans_of_several_donors_are_certified_where_half_is_repaired() -> None:
+    """Every plan deviates by .06 nats with .35 repaired, and by hardly anything with .5."""
+    rng = np.random.default_rng(4)
+    some, half = (Setting("kvshare", "b", share) for share in (0.35, 0.5))
+    made = []
+    for number in range(2 * FEWEST_PLANS):
+        plan, kl = plan_of(number, rng), 0.001 * float(rng.uniform(0.9, 1))
+        arms = {**plan.arms, some: {"b": 0.35, "kl": 0.06}, half: {"b": 0.5, "kl": kl}}
+        made.append((replace(plan, arms=arms), shape_of_donors(2, rng)))
+    model = SimpleNamespace(model=SimpleNamespace(fingerprint="f"))
+    found = calibrated(cast(Laboratory, SimpleNamespace(name="m", model=model)), made)
+    own = found.composed["attention"]
+    assert own.least_repaired == 0.5
+    assert own.risks["composed"].bound(0.001, 0.02) <= 0.002
+    shape = made[0][1]
+    assert found.bound(shape, "attention", 0.35 * 800, risk=0.02) == ANY_DEVIATION
+    assert found.bound(shape, "attention", 0.5 * 800, risk=0.02) <= 0.002
+    assert found.rules["attention"].least_repaired == 0
 
 
 def plan_of(number: int, rng: np.random.Generator) -> Plan:

@@ -237,3 +237,34 @@ def test_each_regime_has_its_own_certificate(tree: DeltaTree) -> None:
             and (regime != "composed" or len(plan.donors) > 1)
         }
         assert shared == {certain}
+
+
+@pytest.mark.parametrize(
+    ("least", "max_budget", "repaired"),
+    [(0.0, 0.5, 0.1), (0.3, 0.5, 0.3), (0.5, 0.5, 0.5), (0.5, 0.4, None)],
+)
+def test_a_plan_of_several_donors_repairs_as_much_as_was_certified(
+    tree: DeltaTree, least: float, max_budget: float, repaired: float | None
+) -> None:
+    """Although its deviation would be small enough with a tenth of that; if it may not, it is refused."""
+    donor, other = stored(tree, TOKENS), stored(tree, prompt(900, seed=5))
+    by_place = certified(judged(LIMIT / 10), most=LIMIT, regimes=())
+    chosen = certified(judged(LIMIT / 10), most=LIMIT, regimes=("composed",))
+    given = limits(by_place, chosen, max_risk=0.02)
+    given = replace(
+        given,
+        sharing=given.sharing.model_copy(update={"max_donors": 2}),
+        repair=given.repair.model_copy(update={"max_budget": max_budget}),
+        calibration=replace(given.calibration, composed={"attention": replace(chosen, least_repaired=least)}),
+    )
+    tokens = token_ids(np.concatenate([prompt(30, seed=3), TOKENS[:900], other.token_ids]))
+    plan = planned(tree, given, tokens, donor, other)
+    if repaired is None:
+        assert not isinstance(plan, Plan)
+        assert plan.reason == "deviates_too_much"
+        return
+    assert isinstance(plan, Plan)
+    assert plan.prediction is not None
+    assert (len(plan.donors), plan.prediction.rule) == (2, "attention")
+    share = plan.prediction.repaired / len(tokens)
+    assert share == pytest.approx(repaired, abs=0.001) if least else share < repaired

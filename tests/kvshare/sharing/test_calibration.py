@@ -24,7 +24,8 @@ from kvshare.sharing.calibration import (
 )
 from kvshare.sharing.placed import placed
 from kvshare.sharing.prediction import FEATURES, Calibration, Shape, shape_of
-from kvshare.sharing.risk import ANY_DEVIATION, RiskTable
+from kvshare.sharing.repair import RepairRule
+from kvshare.sharing.risk import ANY_DEVIATION, Regime, RiskTable
 
 WITHOUT_RISKS = json.dumps(
     of_default_model().as_document()
@@ -138,6 +139,50 @@ def test_plans_of_several_donors_have_their_own_weights() -> None:
     document = json.loads(json.dumps(own.as_document()))
     assert ModelCalibration.from_document(document) == own
     assert own.digest != known.digest
+
+
+def test_risks_hold_for_plans_that_repair_enough() -> None:
+    """Half of 1,000 tokens are asked, so 499, which half of 999 are, pass; the mean is predicted for any."""
+    nothing = (0.0,) * len(FEATURES)
+    table = RiskTable({0.02: {0.05: 0.01}})
+    each = Calibration(-3.0, nothing, nothing, nothing, 1.0, 0.0, risks={"in_place": table})
+    half = replace(each, least_repaired=0.5)
+    known = replace(of_default_model(), rules={"windows": each, "attention": half})
+    bounds = known.bounds(shape(0), "attention", [400, 499, 500, 600], risk=0.02)
+    assert bounds == [ANY_DEVIATION, ANY_DEVIATION, 0.05, 0.05]
+    assert known.bound(replace(shape(0), num_tokens=999), "attention", 499, risk=0.02) == 0.05
+    assert known.bound(shape(0), "windows", 24, risk=0.02) == 0.05
+    assert known.bound(shape(0), "attention", 24, risk=1) == known.expected(shape(0), "attention", 24)
+    assert known.least_repaired(shape(0), "attention", risk=0.02) == 500
+    assert known.least_repaired(shape(0), "attention", risk=1) == 0
+    assert ModelCalibration.from_document(json.loads(json.dumps(known.as_document()))) == known
+    assert known.digest != replace(known, rules={"windows": each, "attention": each}).digest
+    document = known.as_document()
+    document["rules"]["attention"]["least_repaired"] = 1.5
+    with pytest.raises(ValueError, match="least_repaired is 1"):
+        ModelCalibration.from_document(document)
+
+
+@pytest.mark.parametrize(
+    ("regime", "rules", "limit", "share"),
+    [
+        ("in_place", ("windows", "attention"), 0.05, 0.0),
+        ("composed", ("windows", "attention"), 0.05, 0.5),
+        ("composed", ("windows",), 0.05, None),
+        ("composed", ("windows", "attention"), 0.04, None),
+    ],
+)
+def test_how_much_must_be_repaired_at_least(
+    regime: Regime, rules: tuple[RepairRule, ...], limit: float, share: float | None
+) -> None:
+    known = of_default_model()
+    table = RiskTable({0.02: {0.05: 0.01}})
+    several = replace(known.rules["attention"], risks={"composed": table}, least_repaired=0.5)
+    own = replace(known, composed={"attention": several})
+    assert own.least_share(regime, 1000, rules, risk=0.02, limit=limit) == share
+    assert own.least_share(regime, 1000, rules, risk=1, limit=limit) == 0
+    # Longer than any measured prompt: the bound is doubled.
+    assert own.least_share("composed", 2 * own.longest, rules, risk=0.02, limit=0.05) is None
 
 
 def test_a_named_file_is_used(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What need not be composed: plans that would not be used. The plan is the same as with them."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -102,15 +103,21 @@ def test_the_plan_is_the_same_as_with_every_composition(
         assert made(tree, tokens, nodes, given_limits, rates) == plan
 
 
-@given(st.integers(0, 2**32), st.booleans(), st.sampled_from([0.1, 1.0, 9.0]))
+@given(
+    st.integers(0, 2**32), st.booleans(), st.sampled_from([0.1, 1.0, 9.0]), st.sampled_from([None, 0.3, 0.5])
+)
 @settings(max_examples=200, deadline=None)
 def test_the_plan_is_the_same_as_if_several_donors_were_composed_first(
-    seed: int, can_probe: bool, off: float
+    seed: int, can_probe: bool, off: float, least: float | None
 ) -> None:
-    """Where plans of several are certified for no deviation."""
+    """Where plans of several are certified for no deviation, or if they repair much of the prompt."""
     rng, tree = np.random.default_rng(seed), DeltaTree.open(None, identity="test")
     own = certified(judged(LIMIT * off), most=LIMIT, regimes=("in_place", "moved"))
     given_limits = limits(own, own, can_probe=can_probe, max_risk=0.02)
+    if least is not None:
+        several = replace(certified(judged(LIMIT / 10), most=LIMIT), least_repaired=least)
+        calibration = replace(given_limits.calibration, composed={"attention": several})
+        given_limits = replace(given_limits, calibration=calibration)
     first = token_ids(rng.integers(0, _WORDS, int(rng.integers(300, 1500))))
     nodes, others = [stored(tree, first)], [first]
     for _ in range(int(rng.integers(1, 5))):

@@ -13,6 +13,7 @@ from kvshare.sharing.plan import within
 from kvshare.sharing.prediction import Shape, Vector, shape_of
 from kvshare_lab.fidelity.laboratory import Laboratory
 from kvshare_lab.fidelity.rows import Plan
+from kvshare_lab.fidelity.scenario import Scenario
 
 _FOLDS = 5
 
@@ -72,6 +73,11 @@ def shape_again(laboratory: Laboratory, plan: Plan) -> Shape | None:
     scenario = laboratory.scenario(plan.suite, plan.row["half"], plan.row["number"])
     if scenario is None or len(scenario.prompt) != plan.row["tokens"]:
         return None
+    return shape_of_scenario(laboratory, scenario)
+
+
+def shape_of_scenario(laboratory: Laboratory, scenario: Scenario) -> Shape | None:
+    """The shape of the scenario's plan; None if it copies nothing approximately."""
     stored, tokens = laboratory.stored_prompts(scenario), scenario.prompt.token_ids
     composition = stored.compose(tokens)
     exact_length = min(composition.exact_length, len(tokens) - 1)

@@ -34,9 +34,15 @@ class _Shared(NamedTuple):
     highest: float
 
 
-def certified(arms: Measured, typical: Floats) -> dict[Regime, RiskTable]:
-    """The table of each regime. `typical`: (N,) predictions for each arm by weights that have not seen it."""
-    return {regime: _table(arms, typical, arms.regimes == regime) for regime in REGIMES}
+def certified(
+    arms: Measured, typical: Floats, enough: NDArray[np.bool_] | None = None
+) -> dict[Regime, RiskTable]:
+    """
+    The table of each regime. `typical`: (N,) predictions for each arm by weights that have not seen it.
+    `enough`: (N,) which arms repair enough for a server to share them; None: all.
+    """
+    shareable = np.full(len(arms.kl), True) if enough is None else enough
+    return {regime: _table(arms, typical, shareable & (arms.regimes == regime)) for regime in REGIMES}
 
 
 def _table(arms: Measured, typical: Floats, inside: NDArray[np.bool_]) -> RiskTable:

@@ -102,6 +102,10 @@ class Shards:
             )
         return (stage.name, suite, number) in self._done
 
+    def has(self, task: Task) -> bool:
+        """Whether the task is done."""
+        return self._is_done(*task)
+
     def add(self, task: Task, row: Row) -> None:
         """Append a measured plan, or why there is none. An unfinished last line is cut off before."""
         path = self.folder / task.stage.name / f"{task.suite}-{self.part}.jsonl"

@@ -6,6 +6,7 @@ A prompt becomes a node as in the server, and its KV is cut into the same segmen
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -42,20 +43,32 @@ class Attention:
     received_at: Floats  # (L, T) by a token from all rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)  # no slots, for what is cached
 class Prefill:
-    """A prompt that was computed in full."""
+    """A prompt that was computed in full by a model."""
 
+    model: LayeredModel
     prompt: Prompt
     kv: SequenceKV
-    attention: Attention
     first: torch.Tensor  # (V,) log-probabilities of the answer's first token
+
+    @cached_property
+    def attention(self) -> Attention:
+        """Computes the prompt again: few rules read it, and recording takes as long as computing."""
+        return _recorded(self.model, self.prompt)
 
 
 def prefill(model: LayeredModel, prompt: Prompt, *, room: int = 0) -> Prefill:
-    """Compute a prompt in full and record its attention; the KV gets `room` further slots."""
-    num_tokens, num_layers = len(prompt), model.num_layers
+    """Compute a prompt in full; the KV gets `room` further slots."""
+    num_tokens = len(prompt)
     kv = model.model.new_sequence(num_tokens + room)
+    everything = ForwardPass(prompt.token_ids, np.arange(num_tokens))
+    first = model.run(kv, everything, logits_of=np.array([num_tokens - 1]))[0]
+    return Prefill(model, prompt, kv, first)
+
+
+def _recorded(model: LayeredModel, prompt: Prompt) -> Attention:
+    num_tokens, num_layers = len(prompt), model.num_layers
     is_in_part = torch.zeros(num_tokens, len(prompt.parts))
     for number, part in enumerate(prompt.parts):
         is_in_part[part.start : part.end, number] = 1.0
@@ -74,15 +87,14 @@ def prefill(model: LayeredModel, prompt: Prompt, *, room: int = 0) -> Prefill:
             received[inside] += mean[inside, inside].sum(0)
 
     everything = ForwardPass(prompt.token_ids, np.arange(num_tokens), weights=record)
-    first = model.run(kv, everything, logits_of=np.array([num_tokens - 1]))[0]
-    attention = Attention(
+    model.run(model.model.new_sequence(num_tokens), everything, logits_of=np.array([num_tokens - 1]))
+    return Attention(
         to_parts=(to_parts / num_layers).numpy(),
         to_itself=(to_itself / num_layers).numpy(),
         received=(received / num_layers).numpy(),
         received_at=received_at.numpy(),
         from_last=from_last.numpy(),
     )
-    return Prefill(prompt, kv, attention, first)
 
 
 class StoredPrompts:
@@ -131,7 +143,7 @@ class StoredPrompts:
         return node
 
     def store_full(self, done: Prefill) -> None:
-        """Store a prompt that was computed in full, and the attention of its prefill."""
+        """Store a prompt that was computed in full, and keep its prefill."""
         node = self.store(done.prompt.token_ids, done.kv, NoPlan())
         self.prefills[node.node_id] = done
 
