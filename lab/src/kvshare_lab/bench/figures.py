@@ -75,8 +75,19 @@ def _resident(process: Path) -> dict[str, int]:
 
 
 def _children() -> list[Path]:
+    """Return the folders in /proc of children, without those that still have this process's memory: forks."""
     found = (each.read_text(encoding="ascii").split() for each in Path("/proc/self/task").glob("*/children"))
-    return [Path("/proc") / number for numbers in found for number in numbers]
+    processes = [Path("/proc") / number for numbers in found for number in numbers]
+    own = _command(Path("/proc/self"))
+    return [process for process in processes if _command(process) != own]
+
+
+def _command(process: Path) -> bytes:
+    """Return the command line of a folder in /proc; nothing if the process has ended."""
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 class PeakMemory:
