@@ -68,7 +68,7 @@ def test_the_readme_counts_what_the_script_counts(script: ModuleType) -> None:
     numbers = re.findall(r"\d+", sentence)
     shared, total, share, tested, admitted, _, _, speculating, its_share = numbers
     assert f"{shared} of vLLM's {total} recipes for generative models ({share} %)." in said
-    assert f"{speculating} are left ({its_share} %)." in said
+    assert f"{speculating} recipes are left ({its_share} %)." in said
     assert f"For {tested} of the {shared} a tiny random model" in said
     assert f"for the other {admitted} none" in said
     assert int(tested) >= 45
