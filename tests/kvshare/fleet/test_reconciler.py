@@ -17,7 +17,6 @@ from kvshare.telemetry import Component, FallbackReason, TicketEvent
 from kvshare.vllm_protocol.messages import FinishedReport, JournalEvent, Prefilled, StoredSegment, Ticket
 from tests.fake_connector import BYTES_PER_TOKEN
 from tests.fake_vllm import Behaviour, FakeVllm, Seen, running_vllm
-from tests.kvshare.fleet.real_control import info_of
 from tests.kvshare.fleet.served_fleet import FORM, ServedFleet, eventually, serving
 
 
@@ -247,7 +246,8 @@ class TestCosts:
         """One that cannot makes plans without that for all, until it can, or is gone."""
         reconciler, replica = reconciler_of(fleet), fleet.replica
         for can in (False, True):
-            known: dict[str, Any] = {ability: can}
-            replica.info = info_of(**known)
+            changed: dict[str, Any] = {ability: can}
+            assert replica.info is not None
+            replica.info = replace(replica.info, **changed)  # of this vLLM: else it is read again
             await reconciler.resync(replica, [], is_new=False)
             assert getattr(fleet.engine.sharing.limits, limit) is can
