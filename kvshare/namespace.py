@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 _DOMAIN = b"kvshare.namespace.v1"
 _SALT_DOMAIN = b"kvshare.client_salt.v1"
@@ -55,9 +56,15 @@ class Namespace:
     @property
     def digest(self) -> str:
         """64 hex digits: the key of this namespace in tree, index and tiers."""
-        parts = [str(getattr(self, entry.name)) for entry in fields(self)]
-        # Stores from before salts keep their keys. Framed parts are never equal to one part more.
-        return framed_digest(_DOMAIN, parts if self.salt else parts[:-1])
+        return _digest(self)
+
+
+@lru_cache(maxsize=1024)
+def _digest(namespace: Namespace) -> str:
+    """A request asks for it nine times."""
+    parts = [str(getattr(namespace, entry.name)) for entry in fields(namespace)]
+    # Stores from before salts keep their keys. Framed parts are never equal to one part more.
+    return framed_digest(_DOMAIN, parts if namespace.salt else parts[:-1])
 
 
 def framed_digest(domain: bytes, parts: Iterable[str]) -> str:

@@ -65,7 +65,7 @@ class Nominator(Indexer):
         # Only the tokens after the prefix: prompts that share no more than a common system prompt must
         # not displace prompts that share the rest.
         prints = self._fingerprints(namespace, token_ids[ranking.num_prefix_tokens :])
-        if not len(prints):
+        if not len(prints) or not may_hold(self._index, self._frequencies, prints):
             return
         search = PassageSearch(self._index, self._frequencies, self.settings, namespace, prints)
         timeout_s = self.settings.search_timeout_s
@@ -106,6 +106,11 @@ class Nominator(Indexer):
         )
 
 
+def may_hold(index: VectorIndex, frequencies: FingerprintFrequencies, prints: NDArray[np.uint32]) -> bool:
+    """Return whether any stored prompt may hold one of these fingerprints: if not, a search finds nothing."""
+    return not index.is_own or bool(frequencies.are_held(prints).any())
+
+
 class PassageSearch:
     """
     Finds a few donors that by their shared passages together cover as much of the prompt as possible.
@@ -143,8 +148,6 @@ class PassageSearch:
         Raises:  IndexUnavailableError as the index does
         """
         left = self._prints
-        if not self._may_hold(left):
-            return
         for _ in range(_MAX_SEARCHES):
             asked = self._frequencies.rarest(
                 left,
@@ -161,14 +164,10 @@ class PassageSearch:
                 left, enough = np.setdiff1d(left, asked, assume_unique=True), 1
             if (
                 len(left) < enough
-                or not (new or self._may_hold(left))
+                or not (new or may_hold(self._index, self._frequencies, left))
                 or asyncio.get_running_loop().time() >= deadline
             ):
                 break
-
-    def _may_hold(self, prints: NDArray[np.uint32]) -> bool:
-        """Return whether any of the prompts may hold one of these, which no hit has."""
-        return not self._index.is_own or bool(self._frequencies.are_held(prints).any())
 
     @property
     def covered(self) -> float:

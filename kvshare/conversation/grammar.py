@@ -19,6 +19,11 @@ _NOTHING: Mapping[str, int] = {}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
+def may_have_grammar(chat: Chat) -> bool:
+    """Return false if `grammar_of` has nothing to read in a chat: its answer may be any text."""
+    return chat.answer_schema is not None or chat.may_call
+
+
 def grammar_of(
     chat: Chat, fmt: ToolFormat, *, added_tokens: Mapping[str, int] = _NOTHING, in_reasoning: bool = False
 ) -> Grammar | None:
@@ -31,6 +36,8 @@ def grammar_of(
     Raises:  RequestError if the chat does not have the tool that must be called, or if a tool's arguments
              would not be an object; UnsupportedFormatError for a schema that no answer can follow
     """
+    if not may_have_grammar(chat):
+        return None
     tools = _callable_tools(chat)
     must_call = bool(tools) and chat.tool_choice.use is ToolUse.REQUIRED
     if not must_call and chat.answer_schema is None and not any(map(_is_strict, tools)):

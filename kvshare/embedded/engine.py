@@ -92,13 +92,13 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         return Namespace(tenant=tenant, scope=scope, salt=salt, **self.server.namespace_fields)
 
     async def encode_chat(self, chat: Chat) -> Prompt:
-        return await self.server.off_loop(self.server.encoder.encode_chat, chat)
+        return await self.server.encoded(self.server.encoder.encode_chat, chat)
 
     async def encode_text(self, text: str) -> Prompt:
-        return await self.server.off_loop(self.server.encoder.encode_text, text)
+        return await self.server.encoded(self.server.encoder.encode_text, text)
 
     async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        return await self.server.off_loop(self.server.encoder.encode_tokens, token_ids)
+        return await self.server.encoded(self.server.encoder.encode_tokens, token_ids)
 
     async def decode_tokens(self, token_ids: Sequence[int]) -> str:
         return await self.server.off_loop(self.server.encoder.decode_tokens, token_ids)
@@ -141,13 +141,12 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         await server.runtime.background.wait_below(_MAX_PENDING * self._settings.engine.max_running)
         lookup = await self._look_up(request, treatment)
         report = lookup.report(request.prompt.num_tokens)
-        loop = asyncio.get_running_loop()
         request = replace(request, store=request.store and self._may_save(request, treatment, report))
         retention = Retention(server, request, self._arrivals)
 
         def emit_delta(delta: Delta) -> None:
             server.runtime.keeper.telemetry.generated(delta.num_tokens)
-            loop.call_soon_threadsafe(emit, delta)
+            emit(delta)
 
         task = Task(
             request=request,
@@ -156,12 +155,15 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             decoding=decoding,
             cost=server.runtime.sharing.cost,
             emit=emit_delta,
-            on_prefilled=lambda: loop.call_soon_threadsafe(retention.store_prompt, task),
+            on_prefilled=lambda: retention.store_prompt(task),
+            call_soon=asyncio.get_running_loop().call_soon_threadsafe,
             recording=self._shadows.recording(report),
         )
         retention.watch(task)
+        self._submit(task, emit, Started(report, retention.stored), retention)
+        retention.note_use(lookup)
         del lookup  # the task releases the donors' KV when it has been copied
-        await self._compute(task, emit, Started(report, retention.stored), retention)
+        await self._released(task, retention)
         treatment.complete(task.num_completion_tokens)
         report = task.report
         emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
@@ -200,7 +202,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
 
     async def _look_up(self, request: GenerationRequest, treatment: Treatment) -> Lookup:
         """
-        Find the plan of a request, and count it as a use of its donors.
+        Find the plan of a request.
 
         First wait until recent prompts of its namespace are stored, and for similar prompts in progress.
         """
@@ -219,29 +221,30 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             lambda: self._found(request),
             num_reused=lambda lookup: lookup.report(prompt.num_tokens).num_cached,
         )
-        lookup = waited.result.after_waiting(waited.seconds)
-        runtime.sharing.note_use(lookup)
-        return lookup
+        return waited.result.after_waiting(waited.seconds)
 
     def _found(self, request: GenerationRequest) -> Awaitable[Lookup]:
         return self.sharing.find_plan(
             request.namespace.digest, request.prompt, request.mode, max_deviation=request.max_deviation
         )
 
-    async def _compute(
+    def _submit(
         self, task: Task, emit: Callable[[Event], None], started: Started, retention: Retention
     ) -> None:
-        """Run a task until the scheduler releases it. Its KV is stored in the background."""
-        server = self.server
-        runtime = server.runtime
-        runtime.keeper.hold(task.plan)
+        """Give a task to the scheduler. `_released` must follow."""
+        keeper = self.server.runtime.keeper
+        keeper.hold(task.plan)
         try:
             emit(started)
-            server.scheduler.submit(task)
+            self.server.scheduler.submit(task)
         except BaseException:
-            runtime.keeper.release(task.plan)
+            keeper.release(task.plan)
             retention.give_up()
             raise
+
+    async def _released(self, task: Task, retention: Retention) -> None:
+        """Wait until the scheduler releases a task. Its KV is stored in the background."""
+        background = self.server.runtime.background
         try:
             await task.released.wait()
             if isinstance(task.error, RequestError):
@@ -250,7 +253,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
                 raise EngineError("the engine failed while computing this request") from task.error
         finally:
             task.cancelled = True  # if it is still running, it ends after the quantum in progress
-            runtime.background.spawn(retention.store(task), namespace=task.request.namespace.digest)
+            background.spawn(retention.store(task), namespace=task.request.namespace.digest)
 
     def status(self) -> EngineStatus:
         if self._running is None:

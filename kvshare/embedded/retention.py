@@ -11,6 +11,11 @@ from kvshare.engine import GenerationRequest
 from kvshare.namespace import Owner
 from kvshare.requests import StoredPrompt
 from kvshare.sharing.arrivals import Arrivals
+from kvshare.sharing.lookup import Lookup
+from kvshare.sharing.plan import Plan
+
+# Of the event loop, in which an answer that has ended is written: storing would keep the interpreter from it.
+_TURNS_OF_ANSWER = 2
 
 
 class Retention:
@@ -18,7 +23,7 @@ class Retention:
     Lives from the plan of a request until nothing more of it will be stored. Runs on the event loop.
 
         planned      similar requests wait for it               `Arrivals`
-        prefilled    its prompt becomes a node to copy from     `store_prompt`
+        prefilled    its prompt becomes a node to copy from     `store_prompt`, if the answer goes on
         ended        the answer is added to the node            `store`
     """
 
@@ -31,9 +36,17 @@ class Retention:
         self._arrival = (
             arrivals.begin(request.namespace.digest, request.prompt.token_ids) if self._is_wanted else None
         )
+        self._unused: Lookup | None = None  # one that has taught something, and has no donors
         self._prompt_stored = asyncio.Event()
         self._is_storing_prompt = False
         self._node: Node | None = None
+
+    def note_use(self, lookup: Lookup) -> None:
+        """Mark the donors as used. If there are none, learn from the lookup when the answer has ended."""
+        if isinstance(lookup.plan, Plan):
+            self._server.runtime.sharing.note_use(lookup)
+        else:
+            self._unused = lookup
 
     def watch(self, task: Task) -> None:
         """Let requests that wait for this one see how much of its prompt remains."""
@@ -58,13 +71,21 @@ class Retention:
         """Wait until a task is released; then store the answer, index it, and release the donors."""
         runtime = self._server.runtime
         await task.released.wait()
+        for _ in range(_TURNS_OF_ANSWER):
+            await asyncio.sleep(0)
+        if self._unused is not None:
+            runtime.sharing.note_use(self._unused)
         try:
             if self._is_storing_prompt:
                 await self._prompt_stored.wait()
             if not self._is_wanted or task.error is not None or not task.prefilled:
+                if task.teaches:
+                    await runtime.write(task.learn)
                 return
             self._note_owner()
             node, stored = await runtime.write(self._complete, task)
+            if self._arrival is not None:
+                self._arrivals.end(self._arrival, stored=stored is not None)
             self.stored.node = None if stored is None else int(stored.node_id)
             if stored is not None and self._server.shared_prompts is not None:
                 self._server.shared_prompts.note(stored)
@@ -102,5 +123,8 @@ class Retention:
     def _complete(self, task: Task) -> tuple[Node | None, Node | None]:
         """Return the node if it is new or longer, and the node with the prompt. In the writer's thread."""
         keeper, prompt = self._server.runtime.keeper, self._request.prompt
+        task.learn()
+        if not self._is_storing_prompt:  # the answer ended with its prefill
+            self._node = keeper.store_prompt(task.computed_prompt)
         node = keeper.complete(self._node, task.computed, num_prompt=prompt.num_tokens)
         return node, node or keeper.find_stored(task.computed.namespace, prompt.token_ids, task.plan)

@@ -3,7 +3,7 @@ The parts that the embedded engine opens at start and closes at stop: model, tok
 
 Its threads:
 
-    kvshare-engine   two threads: load, tokenize, explain
+    kvshare-engine   two threads: load, tokenize all but short prompts, explain
     kvshare-writer   the runtime's: every change of the tree
     kvshare-compute  the scheduler's: every forward pass of a request
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ import torch
 
 from delta_tree import token_ids
 from kvshare.background import Background
+from kvshare.conversation.chat import Chat
 from kvshare.embedded.decoder import DecoderModel, load_network
 from kvshare.embedded.grammar import Grammars
 from kvshare.embedded.loading import context_share, served
@@ -34,13 +35,14 @@ from kvshare.embedded.scheduler import Scheduler
 from kvshare.embedded.shared_prompts import SharedPrompts
 from kvshare.embedded.start_measurement import fingerprint_of, measure
 from kvshare.embedded.stored_kv import StoredKV
-from kvshare.embedded.tokenizer import PromptEncoder
+from kvshare.embedded.tokenizer import PromptEncoder, is_short
 from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.sequence import SegmentKV
 from kvshare.metadata import check_not_in_use
 from kvshare.namespace import joined
 from kvshare.part_problems import PartProblem
 from kvshare.parts import PartReading, ServedPart
+from kvshare.requests import Prompt
 from kvshare.runtime import Runtime, open_runtime
 from kvshare.served_model import FORMS_MODEL, find_model
 from kvshare.settings import Settings
@@ -53,6 +55,7 @@ from kvshare.sharing.rates import DISK, MEMORY
 from kvshare.tenants import Tenants
 
 _T = TypeVar("_T")
+_Text = TypeVar("_Text", Chat, str, Sequence[int])
 _WARM_UP_TOKENS = 16
 
 Load = Callable[[Settings, threading.Event], tuple[DecoderModel[Any], PromptEncoder]]
@@ -95,6 +98,10 @@ class EmbeddedServer:
         if not isinstance(self.model, EmbeddedModel):
             raise UnshareableError(self.model.unsupported_reason)
         return self.model
+
+    async def encoded(self, encode: Callable[[_Text], Prompt], text: _Text) -> Prompt:
+        """Tokenize, in a thread unless that takes longer than the tokenizer."""
+        return encode(text) if is_short(text) else await self.off_loop(encode, text)
 
     async def off_loop(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Call a slow function that changes no state, in a thread."""

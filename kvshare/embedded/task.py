@@ -44,9 +44,10 @@ class Task:
     model: DecoderModel[Any]
     decoding: Decoding
     cost: CostModel
-    emit: Callable[[Delta], object]
-    # Called by the worker when all slots of the prompt are valid.
+    emit: Callable[[Delta], object]  # on the event loop
+    # There, too, when all slots of the prompt are valid and the answer goes on.
     on_prefilled: Callable[[], object] = lambda: None
+    call_soon: Callable[..., object]  # calls on the event loop
     recording: Recording | None = None  # of the first choice, if it is to be compared with a full prefill
     released: asyncio.Event = field(default_factory=asyncio.Event)
     prefilled: bool = False
@@ -63,6 +64,8 @@ class Task:
         self._kv: RunningSequence | None = None
         self._running: RunningPrefill | None = None
         self._choices: list[Choice] = []
+        self._last_deltas: list[Delta] = []  # those with which the answer ends
+        self._taught: tuple[PrefillWork, float] | None = None  # a prefill that costs were not learned from
         self._unused_logits: dict[int, torch.Tensor] = {}  # of choices that wait for their grammar's mask
 
     @property
@@ -114,8 +117,10 @@ class Task:
         return Computed(self.request.namespace.digest, tokens, self._running.plan, kv)
 
     def end(self, error: BaseException | None) -> None:
-        """Note on the event loop that the worker has released the task: no more deltas follow."""
+        """Note on the event loop that the worker has released the task: its last deltas are the last."""
         self.error = error
+        for delta in self._last_deltas:
+            self.emit(delta)
         if self._reads is not None:
             self._reads.cancel()
             self._running = None
@@ -162,8 +167,21 @@ class Task:
             self.prefilled = True
             self.num_remaining = 0
             self._start_choices(logits)
-            self.on_prefilled()
-            self.cost.observe(self._work, self.stage_seconds["recompute"])  # after the first token
+            self._taught = self._work, self.stage_seconds["recompute"]
+            if self._unfinished():  # else nothing else is done before the answer is out
+                self.call_soon(self.on_prefilled)
+                self.learn()
+
+    @property
+    def teaches(self) -> bool:
+        """Return whether `learn` has something to do."""
+        return self._taught is not None
+
+    def learn(self) -> None:
+        """Learn from what the prefill took, once. In any thread, but not while the worker has the task."""
+        taught, self._taught = self._taught, None
+        if taught is not None:
+            self.cost.observe(*taught)
 
     def _begun(self) -> RunningPrefill:
         """Begin in a new sequence, with all KV that is in memory, and room for some tokens of the answer."""
@@ -218,7 +236,7 @@ class Task:
             return
         if (text := choice.settle(waits=waits)) is not None and choice.finish_reason is not None:
             logprobs = choice.logprobs.take(num_shown=choice.num_shown, ended=True)
-            self.emit(Delta(choice.index, text, 0, logprobs, choice.finish_reason, choice.stops.met))
+            self._send(Delta(choice.index, text, 0, logprobs, choice.finish_reason, choice.stops.met))
 
     def _next_logits(self, choice: Choice) -> torch.Tensor:
         if (logits := self._unused_logits.pop(choice.index, None)) is not None:
@@ -233,7 +251,15 @@ class Task:
             return
         token_id, text = taken
         logprobs = self._logprobs(choice, logits, token_id)
-        self.emit(Delta(choice.index, text, 1, logprobs, choice.finish_reason, choice.stops.met))
+        self._send(Delta(choice.index, text, 1, logprobs, choice.finish_reason, choice.stops.met))
+
+    def _send(self, delta: Delta) -> None:
+        """Emit a delta, the last ones with the release that follows: each call wakes the event loop."""
+        is_over = len(self._choices) == self.request.sampling.n and not self._unfinished()
+        if is_over:
+            self._last_deltas.append(delta)
+        else:
+            self.call_soon(self.emit, delta)
 
     def _logprobs(self, choice: Choice, logits: torch.Tensor, token_id: int) -> tuple[TokenLogprob, ...]:
         """Return the log-probabilities of the tokens whose text is sent now."""

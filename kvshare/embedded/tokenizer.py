@@ -21,6 +21,8 @@ from kvshare.errors import ContextLengthError, ModelError, RequestError
 from kvshare.requests import Prompt
 from vector_index import PromptText
 
+_SHORT = 2048  # characters that are tokenized in less than a millisecond; as many token ids
+_FEW = 16  # messages
 _NORMALISED_AWAY = 4  # a normaliser may remove characters, but leaves at least a quarter of a text
 # A template is a program that runs on what a client sends, arguments included, so it may raise any of these.
 _TEMPLATE_ERRORS = (
@@ -199,6 +201,20 @@ class PromptEncoder:
         # Unlike `encode`, `encode_batch` releases the GIL, so other requests continue meanwhile.
         (encoding,) = self.backend.encode_batch([text], add_special_tokens=special)
         return Prompt(token_ids(np.asarray(encoding.ids, dtype=np.int32)), prompt_text)
+
+
+def is_short(text: Chat | str | Sequence[int]) -> bool:
+    """
+    Return whether tokenizing takes so little that the event loop can wait for it.
+
+    Of a chat only what is plain text is judged: tools, calls and arguments of the template are not short.
+    """
+    if not isinstance(text, Chat):
+        return len(text) <= _SHORT
+    if text.tools or text.template_kwargs or len(text.messages) > _FEW:
+        return False
+    values = [value for message in text.messages for value in message.values()]
+    return all(isinstance(value, str) for value in values) and sum(map(len, values)) <= _SHORT
 
 
 def _without_nulls(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from kvshare.conversation.chat import Chat
-from kvshare.conversation.grammar import grammar_of
+from kvshare.conversation.grammar import grammar_of, may_have_grammar
 from kvshare.conversation.parser import AnswerParser, parser_for
 from kvshare.engine import GeneratingEngine, GenerationRequest, SamplingParams
 from kvshare.errors import ModelNotFoundError
@@ -60,10 +60,11 @@ async def chat_request(
     fmt = engine.tool_format
     (generation,) = await engine_requests(request, [engine.encode_chat(chat)], sampling, kvshare)
     in_reasoning = generation.prompt.text.body.rstrip().endswith("<think>")
-    # In a thread: reading the largest schemas takes a second.
-    grammar = await asyncio.to_thread(
-        grammar_of, chat, fmt, added_tokens=engine.added_tokens, in_reasoning=in_reasoning
-    )
+    grammar = None
+    if may_have_grammar(chat):  # in a thread: reading the largest schemas takes a second
+        grammar = await asyncio.to_thread(
+            grammar_of, chat, fmt, added_tokens=engine.added_tokens, in_reasoning=in_reasoning
+        )
     sampling = replace(
         sampling,
         grammar=grammar,

@@ -19,7 +19,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from kvshare.conversation.chat import Chat
-from kvshare.conversation.grammar import grammar_of
+from kvshare.conversation.grammar import grammar_of, may_have_grammar
 from kvshare.engine import GeneratingEngine
 from kvshare.errors import ContextLengthError, ErrorCode, RequestError
 from proxy.azure import add_routes as add_azure_routes
@@ -123,7 +123,9 @@ def _chat_reader(
 async def _completion(request: web.Request) -> AnswerWriter:
     engine, body = request.app[ENGINE], await read_body(request, CompletionBody)
     chat = Chat((), answer_schema=body.answer_schema, answer_param=body.answer_param)
-    grammar = await asyncio.to_thread(grammar_of, chat, engine.tool_format)
+    grammar = None
+    if may_have_grammar(chat):
+        grammar = await asyncio.to_thread(grammar_of, chat, engine.tool_format)
     encoding = (
         engine.encode_text(entry) if isinstance(entry, str) else engine.encode_tokens(entry)
         for entry in body.prompt

@@ -63,9 +63,10 @@ class AnswerRun:
             await self._started
             yield self
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if running := [task for task in tasks if not task.done()]:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
 
     async def deltas(self, *, heartbeat_s: float | None = None) -> AsyncIterator[Delta | None]:
         """The deltas of all requests until all have finished; None after each `heartbeat_s` of silence."""

@@ -5,7 +5,8 @@ The prompt is saved one step after its prefill, while the request runs; the rest
 not fit is not retained. `retention.py` has the states that a request goes through.
 
 While requests wait, nothing is saved at once: tokens in full blocks are retained there (`unsaved.py`), and no
-block is kept for them after the request. The same applies at its end if less than half of the pool is free.
+block is kept for them after the request. The same applies at its end if less than half of the pool is free,
+and always to what takes long (`save_pace.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kvshare.vllm_connector.scheduler.retained_tokens import (
     num_retained_of,
     unrepaired_copies,
 )
+from kvshare.vllm_connector.scheduler.save_pace import SavePace
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
 from kvshare.vllm_connector.scheduler.unsaved import UnsavedSegments
 from kvshare.vllm_connector.scheduler.waiting import Waiting
@@ -52,12 +54,13 @@ class Saving:
     _requested: list[SaveRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.pace = SavePace()
         self.unsaved = UnsavedSegments(self.drops, self.donors, self.waiting, self.disk)
 
-    def _stays(self, save: SaveRequest) -> bool:
-        """Return whether retained KV stays in blocks for now, without keeping these for it."""
+    def _stays(self, save: SaveRequest, num_tokens: int) -> bool:
+        """Return whether so many retained tokens stay in blocks for now, without keeping these for them."""
         is_in_the_way = self.waiting.is_any or (save.has_ended and self.donors.are_short)
-        return is_in_the_way and self.donors.are_found
+        return (is_in_the_way or self.pace.is_long(num_tokens)) and self.donors.are_found
 
     @property
     def requested(self) -> tuple[SaveRequest, ...]:
@@ -69,7 +72,9 @@ class Saving:
         saves, self._requested = self._requested, []
         self.unsaved.forget(drops)
         self.unsaved.note_left(self.donors.take_left())
-        return (*(save.without(drops) for save in saves), *self.unsaved.take_due())
+        begun = (*(save.without(drops) for save in saves), *self.unsaved.take_due())
+        self.pace.begin(begun)
+        return begun
 
     def save_prompts(self, requests: Mapping[str, TicketedRequest], step: SchedulerOutput) -> None:
         """
@@ -168,8 +173,8 @@ class Saving:
     def _save_answer(self, ticketed: TicketedRequest, save: SaveRequest, output_ids: tuple[int, ...]) -> bool:
         """Request a save of the answer. Returns whether no save must be awaited, not even the prompt's."""
         answer: tuple[StoredSegment, ...] = ()
-        retention, num_prompt, stays = ticketed.retention, ticketed.ticket.num_tokens, self._stays(save)
-        is_prompt_saved = retention.is_reported
+        retention, num_prompt = ticketed.retention, ticketed.ticket.num_tokens
+        stays, is_prompt_saved = self._stays(save, len(output_ids)), retention.is_reported
         if output_ids and ticketed.is_as_saved:
             start, end = end_of_prompt(ticketed), num_prompt + len(output_ids)
             end = self.donors.num_full(save.block_ids, end) if stays else end
@@ -200,7 +205,8 @@ class Saving:
             computed = merge([*computed, *ticketed.repaired])
             computed = cut(computed, first_retained_approximate(ticketed, copies))
         computed = cut(computed, ticketed.ticket.num_tokens)  # prompt and answer share no segment
-        in_blocks = self._in_full_blocks(save, computed, targets) if self._stays(save) else None
+        stays = self._stays(save, sum(map(len, computed)))
+        in_blocks = self._in_full_blocks(save, computed, targets) if stays else None
         stored = self._add(ticketed, computed if in_blocks is None else in_blocks, copies)
         if stored is None:
             return Reason.NO_ROOM
@@ -219,7 +225,7 @@ class Saving:
 
     def _leave_in_blocks(self, save: SaveRequest, stored: Sequence[StoredSegment]) -> None:
         self._note_places(save, stored)
-        self.unsaved.add(segment.segment_id for segment in stored)
+        self.unsaved.add((segment.segment_id for segment in stored), runs=not save.has_ended)
 
     def _request(self, save: SaveRequest, stored: Sequence[StoredSegment]) -> None:
         spans = tuple((segment.segment_id, segment.span) for segment in stored)

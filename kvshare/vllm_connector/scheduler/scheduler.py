@@ -237,6 +237,7 @@ class ConnectorScheduler:
         self.donors.unpin([*report.copied, *report.loads])
         self._waiting.note_loaded(report.loads)
         self.unsaved.note_saved(report)
+        self.saving.pace.note(report)
         self.disk.note(report)
         if report.step is not None:
             self.joining.note_end(report.step)

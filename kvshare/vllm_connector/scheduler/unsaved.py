@@ -8,7 +8,7 @@ Segments that lie in vLLM's blocks only: they can be copied from at once, and ar
 
 No save keeps a block from being given away. What is saved depends on who waits:
 
-    no request waits          the oldest ones, a few at a time
+    no request waits          the oldest ones, a few at a time; those of a request that runs all together
     requests wait for loads   only what others copy from, once its blocks are about to be given away
     requests wait for blocks  nothing
 
@@ -38,6 +38,7 @@ class UnsavedSegments:
         self._drops, self._donors, self._waiting, self._disk = drops, donors, waiting, disk
         self._ids: dict[SegmentId, int] = {}  # the oldest first, with the number of blocks
         self._used: set[SegmentId] = set()  # others copy from them, or are about to
+        self._at_once: set[SegmentId] = set()  # of them those that are saved next, however many
         self._saving: dict[str, SegmentId] = {}  # by the name of the save
 
     def __len__(self) -> int:
@@ -51,16 +52,23 @@ class UnsavedSegments:
         """Return whether vLLM should take steps even without requests, so that saves go on."""
         return bool(self._ids) and not self._waiting.is_any
 
-    def add(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Add segments whose places are noted, and all of whose tokens lie in full blocks."""
+    def add(self, segment_ids: Iterable[SegmentId], *, runs: bool) -> None:
+        """
+        Add segments whose places are noted, and all of whose tokens lie in full blocks.
+
+        `runs`: their request does, so that they are likely to be read before their blocks are given away.
+        """
         for segment_id in segment_ids:
             self._ids[segment_id] = len(self._donors.block_ids(segment_id))
+            if runs and not self._waiting.is_any:
+                self._at_once.add(segment_id)
 
     def forget(self, segment_ids: Iterable[SegmentId]) -> None:
         """Forget segments, because they are dropped or saved."""
         for segment_id in segment_ids:
             self._ids.pop(segment_id, None)
             self._used.discard(segment_id)
+            self._at_once.discard(segment_id)
 
     def is_readable(self, copy: WireCopy) -> bool:
         """Return whether a copy can be read: its segment is not unsaved, or blocks have its tokens."""
@@ -81,9 +89,9 @@ class UnsavedSegments:
             return
         room = self._donors.num_in_pool // _UNDER_WAY
         room -= sum(self._ids.get(segment_id, 0) for segment_id in self._saving.values())
-        for segment_id in self._worth_saving():
+        for segment_id in sorted(self._worth_saving(), key=lambda each: each not in self._at_once):
             room -= self._ids[segment_id]
-            if room < 0 and self._saving:
+            if room < 0 and self._saving and segment_id not in self._at_once:
                 return
             if (place := self._donors.whole(segment_id)) is None:
                 self.note_left([segment_id])

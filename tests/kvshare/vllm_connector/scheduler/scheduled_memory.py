@@ -7,7 +7,7 @@ Workers are what the test makes of them: copies, loads and saves end when it say
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -100,7 +100,7 @@ class ScheduledMemory:
         self.sent: list[Request] = []
         self.num_rejected = self.num_from_blocks = self.num_waits = self.num_steps = 0
         add = self.ours.unsaved.add
-        self.ours.unsaved.add = lambda segment_ids: self._leave(add, list(segment_ids))  # type: ignore[method-assign]
+        self.ours.unsaved.add = partial(self._leave, add)  # type: ignore[method-assign]
         self.vllm._preempt_request = partial(self._preempt, self.vllm._preempt_request)
         self.vllm.connector.has_pending_block_frees = self._would_wait
 
@@ -188,9 +188,9 @@ class ScheduledMemory:
         self._check_saved(read_late)
         return scheduled
 
-    def _leave(self, add: Any, segment_ids: list[SegmentId]) -> None:
+    def _leave(self, add: Any, segments: Iterable[SegmentId], **named: Any) -> None:
         """What they have when they are left in blocks is what they must have ever after."""
-        add(segment_ids)
+        add(segment_ids := list(segments), **named)
         for segment_id in segment_ids:
             place = self.ours.donors.whole(segment_id)
             assert place is not None

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from delta_tree import SegmentId, Span
 from kvshare.vllm_protocol.messages import Dropped, FinishedReport, Prefilled, WireCopy
+from kvshare.vllm_protocol.stages import SAVE
 from tests.kvshare.vllm_connector.scheduler.scheduled_memory import ScheduledMemory
 
 DONOR, SIZE = 38, 4  # tokens; of a block
@@ -170,3 +172,22 @@ def test_only_what_is_copied_is_saved_while_others_wait_for_loads(memory: Schedu
     due = [segment_id for save in unsaved.take_due() for segment_id, _ in save.spans]
     assert due == ([used] if leaving else [])
     assert pool.get_num_free_blocks() > 0
+
+
+@pytest.mark.parametrize(("seconds", "is_long"), [(0.01, False), (10.0, True)])
+def test_no_block_is_kept_for_a_save_that_takes_long(
+    memory: ScheduledMemory, seconds: float, is_long: bool
+) -> None:
+    """Although no request waits and most blocks are free: the next one to come may need them."""
+    from kvshare.vllm_connector.metadata import SaveRequest, WorkerReport
+
+    pace = memory.ours.saving.pace
+    pace.begin([SaveRequest("before", (), ((SegmentId(1), Span(0, 128)),))])
+    pace.note(WorkerReport(stage_seconds={"before": {SAVE: seconds * 128 / DONOR}}))
+    send_donor(memory, max_tokens=4, num_others=0)
+    while not memory.sent[-1].is_finished():
+        memory.step()
+    assert ("donor" in memory.holders()) != is_long
+    finish(memory)
+    assert (memory.num_saved_late > 0) == is_long
+    assert sum(segment.length for segment in report(memory).stored) in (40, 41)
