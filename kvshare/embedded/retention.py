@@ -42,8 +42,11 @@ class Retention:
         self._node: Node | None = None
 
     def note_use(self, lookup: Lookup) -> None:
-        """Mark the donors as used. If there are none, learn from the lookup when the answer has ended."""
-        if isinstance(lookup.plan, Plan):
+        """
+        Mark the donors as used, and remove what cannot be. If the lookup only teaches, learn from it when the
+        answer has ended.
+        """
+        if isinstance(lookup.plan, Plan) or lookup.unreadable or lookup.unknown:
             self._server.runtime.sharing.note_use(lookup)
         else:
             self._unused = lookup
