@@ -1,6 +1,6 @@
 """
-Makes the arrays of a pass over runs (its block table, slots, positions) in a fixed number of numpy calls: a long
-prompt has hundreds of runs over thousands of blocks, and the GPU waits for the arrays.
+Makes the arrays of a pass over runs: block table, slots, positions. The number of numpy calls is fixed: a
+long prompt has hundreds of runs over thousands of blocks, and the GPU waits for the arrays.
 """
 
 from __future__ import annotations
