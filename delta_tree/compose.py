@@ -3,8 +3,8 @@ Covers a new prompt with stored KV: which tokens are copied from which donors, a
 
 First comes the longest exact prefix, then the donor that covers most in an in-order alignment. The rest is
 filled with runs from any position of any donor, the longest run first. A token that differs is never copied.
-Where one donor has all that can be copied, `near_duplicate` finds that without a search; where one has
-clearly the most (`nearest`), no other one is aligned.
+If one donor has all that can be copied, `near_duplicate` finds these copies without a search. If one donor
+has clearly the most (`nearest`), no other donor is aligned.
 The result depends on the arguments only; nothing is loaded or stored.
 """
 
@@ -24,11 +24,11 @@ from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.spans import Span, TokenIds, true_spans
 from delta_tree.target import Look, Target
 
-# Alignment is the most expensive step. At most the three most promising donors are aligned. It stops at a
-# donor that can cover hardly more than the best so far: `fill` takes runs from all donors anyway.
+# Alignment is the most expensive step. At most the three most promising donors are aligned. No further donor
+# is aligned if it can cover hardly more than the best donor so far: `fill` takes runs from all donors anyway.
 _MAX_ALIGNED = 3
 _GOOD_ENOUGH = 31 / 32
-# Each round places at least one run. Two rounds are usual; the limit is against hostile prompts.
+# Each round places at least one run. Two rounds are usual; the limit protects against hostile prompts.
 _MAX_ROUNDS = 8
 
 
@@ -45,12 +45,13 @@ def compose(
     gives_reasons: bool = True,
 ) -> Composition:
     """
-    Cover `target` with copies from the candidates; what remains are the gaps that must be computed.
+    Cover `target` with copies from the candidates; the gaps between the copies must be computed.
 
-    `max_donors` limits the donors of approximate copies. The exact prefix may come from one donor more,
-    because it costs no fidelity. With `may_move` False, KV is copied only to the positions it was computed
-    for. With `gives_reasons` False, which saves time, `reasons` is empty. Where `segment_of` raises
-    UnknownSegmentError, the donor is left out. Among equally good donors the first in `candidates` wins.
+    `max_donors` limits the donors of approximate copies. The exact prefix may come from one more donor,
+    because an exact copy costs no fidelity. With `may_move` False, KV is copied only to the positions for
+    which the KV was computed. With `gives_reasons` False, `reasons` is empty, and composing takes less time.
+    If `segment_of` raises UnknownSegmentError for a segment of a donor, that donor is left out. Among equally
+    good donors the first in `candidates` wins.
     Shapes:  target (T,) int32, or a `Target` made with the same `min_run`, for a prompt composed repeatedly
     """
     if not isinstance(target, Target):
@@ -105,7 +106,7 @@ class _Layout:
         self._rest = Span(self._exact_length, len(self._target))
         self._min_run = target.min_run
         self._max_donors, self._gives_reasons = max_donors, gives_reasons
-        self._looks: dict[Donor, Look] = {}  # of the usable ones
+        self._looks: dict[Donor, Look] = {}  # of the usable donors
         self._nearest: Donor | None = None
         self._withheld = False
         self._copies: list[Copy] = []
@@ -122,7 +123,7 @@ class _Layout:
         return CandidateKGrams(hashes, [donor.places for donor in donors] if has_looked else None)
 
     def prefer(self, nearest: Donor) -> None:
-        """Align this donor only, which has clearly the most, unless it may not be copied as a whole."""
+        """Align only this donor, which has clearly the most, unless some of its tokens may not be copied."""
         if nearest.usable and nearest.visible is nearest.node.token_ids:
             self._nearest = nearest
 
@@ -130,7 +131,7 @@ class _Layout:
         """
         Return the donors that share a run after the exact prefix; none if only exact copies are allowed.
 
-        A donor that shares a run, there or within the prefix, has the reason NOTHING_LEFT until it is used.
+        If a donor shares a run, after or within the prefix, its reason is NOTHING_LEFT until it is used.
         """
         if not self._usable or not (allow_approximate or self._gives_reasons):
             return []
@@ -141,7 +142,7 @@ class _Layout:
         looks = self._shared.looks(prompts, self._rest.start, may_move=self._may_move)
         for donor, look in zip(asked, looks, strict=True):
             self._looks[donor], donor.places = look, look.places
-        if len(asked) < len(self._usable):  # of the others any k-gram may be in the prompt
+        if len(asked) < len(self._usable):  # the others were not searched: they may share a run
             return self._usable
         sharers = [donor for donor in asked if self._looks[donor].shares]
         for donor in asked if self._gives_reasons else sharers:
@@ -150,14 +151,14 @@ class _Layout:
         return sharers if allow_approximate else self._withhold(sharers)
 
     def _withhold(self, sharing: Sequence[Donor]) -> list[Donor]:
-        """Note that what these share may not be used. Returns no donors."""
+        """Note that text which these donors share may not be copied. Returns no donors."""
         self._withheld = bool(sharing)
         for donor in sharing:
             donor.reason = DonorReason.EXACT_ONLY
         return []
 
     def _shares_before(self, donor: Donor, look: Look) -> bool:
-        """Return whether a donor shares a run with the whole prompt, if it shares none after the prefix."""
+        """Return whether a donor that shares no run after the prefix shares any run with the prompt."""
         if donor.exact_length >= self._min_run:
             return True
         return self._shared.has_any_of(look)
@@ -199,13 +200,13 @@ class _Layout:
         return look.in_order
 
     def place_exact_prefix(self, *, preferred: Donor | None) -> None:
-        """Place the exact prefix, from `preferred` if that donor holds it, else from the first that does."""
+        """Place the exact prefix: from `preferred` if it holds the prefix, else from the first holder."""
         if self._exact_length:
             donor = max(self._donors, key=lambda donor: (donor.exact_length, donor is preferred))
             self._place(donor, Match(0, 0, self._exact_length))
 
     def fill(self, donors: Sequence[Donor]) -> None:
-        """Fill open stretches with runs of these donors until none fits, in at most `_MAX_ROUNDS` rounds."""
+        """Fill open stretches with runs of these donors until no run fits, in up to `_MAX_ROUNDS` rounds."""
         asked = [donor for donor in donors if self._admits(donor)]
         narrowed, kgrams = asked, self._kgrams(asked)
         for _ in range(_MAX_ROUNDS):
@@ -213,23 +214,23 @@ class _Layout:
             if not open_spans or not asked:
                 return
             for donor, places in zip(narrowed, kgrams.narrow(self._sieve(open_spans)), strict=True):
-                donor.places = places  # of its k-grams that may occur in one of the spans
+                donor.places = places  # of the donor's k-grams that may occur in these spans
             offers = {donor: donor.offers(open_spans) for donor in asked}
             ranked = [(rank, donor, run) for donor, given in offers.items() for rank, run in given]
             for _, donor, run in sorted(ranked, key=itemgetter(0)):
                 if self._admits(donor):
                     self._accept(donor, run)
-            # Open stretches only shrink, so a donor without a run now has none in a later round.
+            # Open stretches only shrink, so a donor without a run now has no run in a later round.
             asked = [donor for donor, given in offers.items() if given and self._admits(donor)]
 
     def with_reasons(self, composition: Composition) -> Composition:
-        """Add the reason of each candidate to a composition that was found otherwise."""
+        """Add the reason of each candidate to a composition that was made without this layout."""
         used = set(composition.donors)
         reasons = (DonorReason.USED if donor.node.node_id in used else donor.reason for donor in self._donors)
         return replace(composition, reasons=tuple(reasons))
 
     def result(self) -> Composition:
-        """The copies placed so far, and the reason of each candidate."""
+        """Return the copies placed so far, and the reason of each candidate."""
         return Composition(
             num_tokens=len(self._target),
             exact_length=self._exact_length,
@@ -246,7 +247,7 @@ class _Layout:
         return False
 
     def _accept(self, donor: Donor, run: Match) -> None:
-        """Place those parts of the offered run that are still open and long enough."""
+        """Place the parts of the offered run that are still open and long enough."""
         for part in self._open_parts(Span(run.target, run.target_end)):
             source = run.source + part.start - run.target
             self._place(donor, Match(source, part.start, len(part)))

@@ -5,10 +5,10 @@ Nominates candidates: earlier prompts that may be worth aligning with a new one.
 2. fingerprint   passages shared after that prefix, at any position          a fraction of a millisecond
 3. embedding     near embeddings; only if much of a long prompt is uncovered  tens of milliseconds
 
-The searches and the embedding have a time limit and a circuit breaker each. A search of an index in this
+Each search and the embedding have their own time limit and circuit breaker. A search of an index in this
 process cannot be cancelled: `max_postings` bounds its cost, and after a late search the request makes no
-further one. A stage that fails contributes no candidates and returns a `Failure`; it never raises. A
-candidate may have left the index meanwhile, so the caller looks each one up and never trusts a score.
+further search. A stage that fails contributes no candidates and returns a `Failure`; it never raises. A
+candidate may have left the index meanwhile, so the caller looks up each candidate and never trusts a score.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class Nominator(Indexer):
         """
         Return candidates for a prompt among the stored prompts of its namespace, best first.
 
-        With `prompt_text` None or `allow_dense` False there is no search by embedding, with `allow_passages`
-        False none by fingerprints.
+        With `prompt_text` None or `allow_dense` False there is no search by embedding. With `allow_passages`
+        False there is no search by fingerprints.
 
         Shapes:  token_ids (T,) int32
         Raises:  nothing but cancellation
@@ -107,18 +107,18 @@ class Nominator(Indexer):
 
 
 def may_hold(index: VectorIndex, frequencies: FingerprintFrequencies, prints: NDArray[np.uint32]) -> bool:
-    """Return whether any stored prompt may hold one of these fingerprints: if not, a search finds nothing."""
+    """Return whether a stored prompt may hold one of these fingerprints; if not, a search finds nothing."""
     return not index.is_own or bool(frequencies.are_held(prints).any())
 
 
 class PassageSearch:
     """
-    Finds a few donors that by their shared passages together cover as much of the prompt as possible.
+    Finds a few donors whose shared passages together cover as much of the prompt as possible.
 
-    The prompts that share most are often alike (they all have the popular document) and would displace the
-    donor of a rare passage, which shares little else. So fingerprints that the hits leave uncovered are
-    searched again, and hits are sorted by greedy set cover. There are up to three queries, each within the
-    budget of postings. If one fails, the results of those before it remain.
+    The prompts that share most with the new prompt are often alike: they all have the popular document. They
+    would displace a donor that shares a rare passage and little else. So fingerprints that the hits leave
+    uncovered are searched again, and hits are sorted by greedy set cover. There are up to three queries, each
+    within the budget of postings. If a query fails, the results of the queries before it remain.
 
     Shapes:  prints (F,) uint32, sorted
     """
@@ -171,15 +171,15 @@ class PassageSearch:
 
     @property
     def covered(self) -> float:
-        """The share of the prints that the donors found so far cover together."""
+        """Return the share of the prints that the donors found so far cover together."""
         together = float(self._is_covered().mean())
         return max(together, *(self._share(count) for count in self._counts.values()), 0.0)
 
     def ranked(self) -> list[Hit]:
         """
-        Return the donors found so far; each covers the most fingerprints that those before it do not.
+        Return the donors found so far. Each is the donor that adds most prints to the donors before it.
 
-        Their score is the share of the prints that they hold, 0 to 1.
+        The score of a donor is the share of the prints that it holds, 0 to 1.
         """
         found = list(self._counts.items())
         order = _cover_order(self._holds, list(self._counts.values()))
@@ -194,19 +194,19 @@ class PassageSearch:
             held = self._frequencies.held(self._namespace, hit.prompt_id)
             if held is not None:
                 row[self._places.of(held)] = True
-            # Of another process's prompt the index knows only how many it shares, not which ones.
+            # For a prompt of another process, the index knows how many prints it shares, but not which.
             self._counts[hit.prompt_id] = hit.score if held is None else float(np.count_nonzero(row))
         self._holds = np.concatenate([self._holds, np.packbits(rows, axis=1)])
 
     def _is_covered(self) -> NDArray[np.bool_]:
-        """(F,) whether any of the donors holds a print."""
+        """Return for each print whether any of the donors holds it, (F,)."""
         together = np.bitwise_or.reduce(self._holds, axis=0)
         return np.unpackbits(together, count=len(self._prints)).astype(np.bool_)
 
 
 class _PlaceTable:
     """
-    Where a fingerprint stands among sorted ones: by a hash table, as a bisection takes three times as long.
+    Finds the index of a fingerprint among sorted ones by a hash table, in a third of a bisection's time.
 
     Shapes:  prints (F,) uint32, at least one, sorted and unique
     """
@@ -217,10 +217,10 @@ class _PlaceTable:
         slots, places = prints & self._mask, np.arange(len(prints), dtype=np.int32)
         self._table = np.zeros(int(self._mask) + 1, dtype=np.int32)
         self._table[slots] = places
-        self._lost = np.flatnonzero(self._table[slots] != places)  # another one has their slot
+        self._lost = np.flatnonzero(self._table[slots] != places)  # another print has their slot
 
     def of(self, held: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """Return the places of those that are also in `held`, which is sorted, (N,)."""
+        """Return the indices of the prints that are also in `held`, (N,). `held` is sorted."""
         places = self._table.take(held & self._mask)
         places = places[self._prints.take(places) == held]
         lost = self._prints[self._lost]
@@ -230,7 +230,7 @@ class _PlaceTable:
 
 def _cover_order(holds: NDArray[np.uint8], counts: Sequence[float]) -> list[int]:
     """
-    Return the indices of the donors by greedy set cover; those that add nothing follow, sorted by count.
+    Return the indices of the donors by greedy set cover; donors that add nothing follow, sorted by count.
 
     Shapes:  holds (donors, F / 8), bits
     """
@@ -239,7 +239,7 @@ def _cover_order(holds: NDArray[np.uint8], counts: Sequence[float]) -> list[int]
     order = []
     while rest:
         gains = np.bitwise_count(holds[rest] & uncovered).sum(axis=1)
-        best = int(gains.argmax())  # of equals the first, which shares most
+        best = int(gains.argmax())  # of equal gains the first, whose donor shares most
         if gains[best] == 0:
             break
         uncovered &= ~holds[rest[best]]

@@ -1,10 +1,10 @@
 """
-Which request has the next turn of the thread that computes.
+Decides which request has the next turn of the thread that computes.
 
 Requests of one tenant take turns in the order in which they come. Tenants get equal shares of the thread's
-time (start-time fair queueing, Goyal et al. 1996), except that the shorter prefill goes first as long as its
-tenant is not a fifth of a second ahead: a few short requests at once wait for the turn in progress, but not
-for each of the turns that a long prompt still needs.
+time (start-time fair queueing, Goyal et al. 1996), with one exception: a tenant with a shorter prefill goes
+first if it has had less than a fifth of a second more than the tenant that was served least. So a few short
+requests at once wait for the turn in progress, but not for all the turns that a long prompt still needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_AHEAD_S = 0.2  # what a tenant with shorter prefills may have more than another one that is ready
+_AHEAD_S = 0.2  # a tenant with shorter prefills may be this far ahead of another ready tenant
 
 
 class TenantTurns(Generic[T]):
@@ -26,12 +26,12 @@ class TenantTurns(Generic[T]):
         """`left_of`: the tokens that a request's prefill has yet to compute; None once it decodes."""
         self._tenant_of, self._left_of = tenant_of, left_of
         self._lock = threading.Lock()
-        self._ready: dict[str, deque[T]] = {}  # by tenant; first the one whose last turn is longest ago
-        self._served: dict[str, float] = {}  # seconds, of tenants that are ready or ahead
-        self._now = 0.0  # what a tenant that comes after a pause is taken to have been served
+        self._ready: dict[str, deque[T]] = {}  # by tenant; the tenant that has waited longest is first
+        self._served: dict[str, float] = {}  # seconds, by tenant, of tenants that are ready or ahead
+        self._now = 0.0  # seconds that a tenant counts as served when it comes after a pause
 
     def add(self, request: T) -> None:
-        """The request is ready for a turn."""
+        """Add a request that is ready for a turn."""
         tenant = self._tenant_of(request)
         with self._lock:
             if tenant not in self._ready:
@@ -46,11 +46,11 @@ class TenantTurns(Generic[T]):
             queue = self._ready.pop(tenant)
             request = queue.popleft()
             if queue:
-                self._ready[tenant] = queue  # after those that were served as much
+                self._ready[tenant] = queue  # after tenants that were served as much
             return request
 
     def _next(self) -> str:
-        """The tenant that was served least, or one whose next request has a shorter prefill than its own."""
+        """Return the tenant that was served least, or a tenant whose next request has a shorter prefill."""
         least = min(self._ready, key=self._served.__getitem__)
         self._now = max(self._now, self._served[least])
         if len(self._ready) == 1 or self._left_of(self._ready[least][0]) is None:
@@ -64,7 +64,7 @@ class TenantTurns(Generic[T]):
         return min(lefts, key=lambda tenant: (lefts[tenant], self._served[tenant]))
 
     def note(self, tenant: str, seconds: float) -> None:
-        """A turn of this tenant took so long."""
+        """Add the seconds that a turn of this tenant took."""
         with self._lock:
             self._served[tenant] += seconds
             self._served = {

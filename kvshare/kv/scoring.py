@@ -3,14 +3,16 @@ Scores copied tokens by what a probe pass measured, on the device where it was m
 
     score of a copied token = sum over layers of  sqrt(attended) x changed  x  repairable
 
-    attended   attention that the last placeholders pay to it, mean over them and over heads; the square root,
-               because later tokens of the answer attend to other places
-    changed    how far its values change when it is computed: measured at the probes, interpolated elsewhere
-    repairable falls with the distance to the start of its stretch: there a token attends to stale neighbours
+    attended   attention that the last placeholders pay to the token, mean over these placeholders and over
+               heads; its square root counts, because later tokens of the answer attend to other tokens
+    changed    how far the token's values change when it is computed: measured at the probes, interpolated at
+               other tokens
+    repairable falls with the distance to the start of the stretch: far from the start, the neighbours that a
+               token attends to are stale
 
-What is needed for that and known before the pass is made by numpy, in O(T), and copied to the device once.
-After the pass the device does O(L x T), and the host gets two numbers a token. T tokens of the prompt, L
-layers, P probes.
+Before the pass, numpy computes everything that does not depend on the pass, in O(T). These arrays are copied
+to the device once. After the pass the device does O(L x T) work, and the host gets two numbers for each
+token. T is the number of tokens of the prompt, L the number of layers, P the number of probes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _LEAST = 1e-6
 
 class Scoring:
     """
-    Scores the tokens in `stretches`, which are contiguous copies of one donor each, ascending.
+    Scores the tokens in `stretches`. Each stretch is contiguous copies of one donor; stretches are ascending.
 
     `probes`: the positions whose change is measured, ascending. `repairable`: (T,) 0 outside of stretches.
     """
@@ -50,10 +52,10 @@ class Scoring:
 
     def scores(self, attended: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
         """
-        (T,) the scores of the tokens in stretches; 0 elsewhere. All on the device.
+        Return the scores (T,) of the tokens in stretches; 0 elsewhere. All tensors are on the device.
 
-        Shapes:  attended (L, T) by the listeners, mean over them and over heads; changed (L, P), norms, of
-                 the same layers
+        Shapes:  attended (L, T), the attention of the listeners, mean over listeners and over heads; changed
+                 (L, P), norms of the changes in the same layers
         """
         logs = (changed + _LEAST).log()
         mean = logs.mean(dim=1, keepdim=True) if logs.shape[1] else logs.new_zeros(len(logs), 1)
@@ -69,12 +71,13 @@ def _interpolation(
     stretches: Sequence[Span], places: NDArray[np.int64], num_tokens: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
     """
-    Return how changes are interpolated in the logarithm, within a stretch.
+    Return three arrays that say how the logarithms of changes are interpolated within a stretch.
 
-    (T,) the number of the last probe of the stretch that is not after the token, or else of its first one; P
-    stands for the mean of all, if the stretch has none. (T,) the distance from that probe, 0 before it.
-    (P + 1,) 1 / the distance to the next probe of the stretch; 0 if there is none, so after the last probe
-    nothing changes.
+    1. (T,) For each token, the index of a probe in the same stretch: the last probe that is not after the
+       token; if all are after it, the first one. P, for the mean of all probes, if the stretch has no probe.
+    2. (T,) The distance from that probe to the token; 0 if the token is before the probe.
+    3. (P + 1,) For each probe, 1 / the distance to the next probe of the stretch. 0 if there is no next
+       probe, so the interpolated value stays constant after the last probe.
     """
     before = np.full(num_tokens, len(places), np.int32)
     distances = np.zeros(num_tokens, np.float32)

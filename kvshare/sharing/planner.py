@@ -1,8 +1,8 @@
 """
 Makes a plan from the tokens of a prompt and its candidates, as a pure function.
 
-The exact prefix is copied first, then matches at the same position, then moved matches. Everything else, and
-what is repaired, is a placeholder. If the gate refuses every plan, the result is NoPlan(reason).
+The exact prefix is copied first, then matches at the same position, then moved matches. All other tokens, and
+the tokens to repair, are placeholders. If the gate refuses every plan, the result is NoPlan(reason).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from kvshare.sharing.rates import Estimate, Rates
 from kvshare.sharing.splitting import split_reads
 
 _FEW = 1 / 64  # of a prompt
-_LIGHT = 0.1  # share of a prompt; with fewer repairs no other composition is tried
-_WITHHELD_BY = 2  # donors that are looked at for a reason: it must not delay the prompt
+_LIGHT = 0.1  # share of a prompt; if a plan repairs less, no other composition is tried
+_WITHHELD_BY = 2  # donors searched for the reason of a refusal; a search of more would delay the prompt
 
 
 def make_plan(
@@ -51,7 +51,7 @@ def make_plan(
     Return the fastest plan for a prompt of T tokens with candidates of the same namespace.
 
     Shapes:  token_ids (T,) int32
-    Units:   `media`: token positions, ascending; each of these is copied as a whole or not at all
+    Units:   `media`: token positions, ascending; each of these spans is copied as a whole or not at all
     Returns: a Plan that computes at least the last token, or NoPlan
     """
     if len(token_ids) < limits.sharing.min_prompt_tokens:
@@ -77,12 +77,12 @@ class _Search:
         media: tuple[Span, ...],
     ) -> None:
         self._token_ids, self._segment_of, self._media = token_ids, segment_of, media
-        self._target = Target(token_ids, min_run=limits.sharing.min_run)  # of all its compositions
+        self._target = Target(token_ids, min_run=limits.sharing.min_run)  # shared by all compositions
         self._limits, self._rates = limits, rates
         self._approximate = approximate
         self._accepted: list[Plan] = []
-        self._is_of_one = False  # the first composition, although others may have more
-        self._refusal: Reason | None = None  # the first one
+        self._is_of_one = False  # the first composition has one donor, though others may add copies
+        self._refusal: Reason | None = None  # of the plan that was refused first
         self._prediction: Prediction | None = None  # of the plan that was tried last
 
     def best_plan(self, donors: Sequence[Node]) -> Plan | NoPlan:
@@ -103,7 +103,7 @@ class _Search:
         return replace(exact, reason=self._refusal, prediction=self._prediction)
 
     def _refused(self, last: Reason, donors: Sequence[Node]) -> NoPlan:
-        """Make no plan, because of what was refused first: what users can change. `last`: without that."""
+        """Return NoPlan with the first refusal, which users can change; without a refusal, with `last`."""
         first = self._refusal
         if not self._approximate and self._withholds(donors):
             first = Reason.EXACT_ONLY
@@ -111,7 +111,7 @@ class _Search:
         return NoPlan(first or last, self._prediction, refused_by_rates=by_rates)
 
     def _withholds(self, donors: Sequence[Node]) -> bool:
-        """Return whether the best donors share text that the mode of the request does not permit to copy."""
+        """Return whether the best donors share text that the mode of the request forbids to copy."""
         best, may_move = donors[:_WITHHELD_BY], self._limits.can_move_keys
         return self._composed(best, max_donors=1, may_move=may_move, gives_reasons=True).withheld
 
@@ -133,10 +133,10 @@ class _Search:
 
     def _first_composition(self, donors: Sequence[Node]) -> Composition:
         """
-        Compose a plan from all donors; once more without moves if the engine cannot move keys.
+        Compose the prompt from all donors; if the engine cannot move keys, compose it again without moves.
 
-        From the best one only, if plans of several are refused, or must repair much, and it has as much of
-        the prompt's beginning as any other.
+        Compose it from the best donor only, if two conditions hold: plans of several donors are refused or
+        must repair much, and no other donor has more of the prompt's beginning than the best donor.
         """
         max_donors = self._limits.sharing.max_donors
         if self._approximate and max_donors > 1 and not self._media and self._limits.can_move_keys:
@@ -158,11 +158,11 @@ class _Search:
         most = max(common.values())
         composition = self._composed(donors, max_donors=1, may_move=True)
         is_alone = len(used := composition.approximate_donors) == 1 and common[used[0]] == most
-        # What is not after an edit may be copied from several: it needs no repair.
+        # Tokens in front of the first edit need no repair, so several donors may provide them.
         return composition if is_alone and most - composition.exact_length <= _FEW * num_tokens else None
 
     def _is_of_one_enough(self) -> bool:
-        """Return whether the plan of the best donor alone passes, and plans of several would compute more."""
+        """Return whether the best donor's plan passes, and computes no more than plans of several donors."""
         num_tokens = len(self._token_ids)
         share = self._limits.least_share("composed", num_tokens)
         most = num_tokens if share is None else share * num_tokens
@@ -170,10 +170,10 @@ class _Search:
 
     def _try_approximate(self, composition: Composition, donors: Sequence[Node], exact: Plan | None) -> None:
         """
-        Plan with all donors; then, unless that saves nearly all, with the best one alone.
+        Plan with all donors. Unless this plan saves nearly all, also plan with the best donor alone.
 
-        A plan of several donors that no repair keeps within the limit is made last, for its reason, and only
-        if no other is accepted.
+        If no repair keeps a plan of several donors within the limit, that plan is tried last, and only if no
+        other plan is accepted. It then gives the reason of the refusal.
         """
         before, refused = self._refusal, None
         while composition.approximate_donors:
@@ -192,7 +192,7 @@ class _Search:
             self._refusal, self._prediction = self._refusal or later, last or self._prediction
 
     def _try_again(self, donors: Sequence[Node], exact: Plan | None) -> None:
-        """The best donor alone was not enough: plan as if it had not been composed first."""
+        """Discard the plan of the best donor alone, which was not enough, and plan with all donors."""
         self._accepted, self._refusal, self._prediction = [], None, None
         max_donors = self._limits.sharing.max_donors
         composition = self._composed(donors, max_donors=max_donors, may_move=True)
@@ -208,7 +208,7 @@ class _Search:
         )
 
     def _try(self, found: Approximation, exact: Plan | None) -> Plan | None:
-        """Return the cheapest of these plans, or None if it is refused."""
+        """Return the cheapest plan of an approximation, or None if the gate refuses that plan."""
         plan = self._split(found.cheapest())
         refused = gate(plan, exact, self._limits)
         self._prediction, self._refusal = plan.prediction, self._refusal or refused
@@ -235,7 +235,7 @@ class _Search:
                 self._accepted.append(plan)
 
     def _takes_longer(self, originals: Sequence[Node]) -> bool:
-        """Return whether a plan with these would not be used, as one that was accepted is faster."""
+        """Return whether no plan with these donors would be used, because an accepted plan is faster."""
         prompts = [node.token_ids for node in originals]
         least = least_s(self._target, prompts, self._limits.repair, self._rates)
         return least > about_as_long(min(self._accepted, key=seconds))
@@ -255,7 +255,7 @@ def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> P
     Return a plan that copies the equal prefix only. The last token is always computed: its logits start the
     answer.
 
-    Returns: None if fewer than `min_length` tokens are equal, as all chats begin with the same template
+    Returns: None if fewer than `min_length` tokens are equal: all chats begin with the same template
     """
     num_tokens = composition.num_tokens
     length = min(composition.exact_length, num_tokens - 1)
@@ -268,7 +268,7 @@ def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> P
         placeholders=(Span(length, num_tokens),),
         repairs=(Span(length, num_tokens),) if composition.exact_length == num_tokens else (),
         generation=0,
-        estimate=Estimate(0.0, 0.0),  # set below, as it depends on what the plan computes
+        estimate=Estimate(0.0, 0.0),  # set below, because it depends on what the plan computes
     )
     work = plan.work(queue=rates.queue)
     return replace(plan, estimate=rates.estimate(num_tokens, work))

@@ -5,13 +5,13 @@ Chooses which copied tokens are computed again, by their scores. The plan says h
 
 A probe pass computes the placeholders and some copied tokens: at most 64, and at most 3 % of the prompt. Only
 the first three quarters of its layers are measured, so that a GPU's results are on the host before the pass
-ends. A second pass computes the chosen repairs: the same positions in all layers, in about 32 runs more than
-the plan has at most. It also computes again the listeners and the placeholders that they attend to most,
-because the probe pass computed those over stale KV. After an edit the changes are at the start of a stretch,
-so the choice is a window; in moved text all tokens change a little, and attention decides. docs/fidelity.md
-compares this rule with published ones.
+ends. A second pass computes the chosen repairs, at the same positions in all layers. The repairs add at most
+about 32 runs to those of the plan. The second pass also recomputes the listeners and the placeholders that
+the listeners attend to most, because the probe pass computed both over stale KV. After an edit, mostly the
+tokens at the start of a stretch change, so the choice is a window. In moved text all tokens change a little,
+and attention decides. docs/fidelity.md compares this rule with published rules.
 
-Pure functions: numpy arrays in, positions out. T tokens of the prompt.
+All functions are pure: they take numpy arrays and return positions. T is the number of tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Scores = NDArray[np.floating]
 
 MAX_FURTHER_RUNS = 32
 _MOST_PROBES, _PROBED_SHARE = 64, 0.03
-# Offsets of probes from the start of a stretch, which changes most.
+# Offsets of probes from the start of a stretch. The start changes most.
 _OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 _REPAIRABLE, _REACH = 0.3, 32.0  # least value; tokens over which it falls
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens chosen together
@@ -57,9 +57,9 @@ def choose(
     """
     Return what the second pass computes: `order.num_tokens` repairs, and some placeholders again.
 
-    Tokens of stretches that were computed because their KV was missing need no repair: the number of repairs
-    shrinks in proportion.
-    Shapes:  scores (T,); attended (T,) by the listeners, summed over the first `num_listening_layers` layers
+    Tokens of stretches whose KV is missing are computed anyway. These tokens need no repair, so the number of
+    repairs shrinks in proportion.
+    Shapes:  scores (T,); attended (T,), the attention of the listeners, summed over the measured layers
     """
     num_tokens = len(scores)
     in_stretches, computed = (covered(spans, num_tokens) for spans in (order.stretches, placeholders))
@@ -80,7 +80,7 @@ def probes(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
     Return the positions whose change is measured, (P,), ascending. They are dense at the start of each
     stretch, then sparse.
 
-    `stretches`: contiguous copies of one donor each, ascending.
+    `stretches`: each has contiguous copies of one donor; stretches are ascending.
     """
     room = min(_MOST_PROBES, int(_PROBED_SHARE * num_tokens))
     spans = [(stretch.start, stretch.end) for stretch in stretches]
@@ -102,7 +102,7 @@ def choose_by_place(
 
 
 def repairable(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.float32]:
-    """(T,) falls with the distance to the start of the stretch; 0 outside of them."""
+    """Return weights (T,) that fall with the distance to the start of a stretch; 0 outside of stretches."""
     found = np.zeros(num_tokens, np.float32)
     for stretch in stretches:
         distances = np.arange(len(stretch))
@@ -112,7 +112,7 @@ def repairable(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.float32
 
 def renewed(attended: Scores, computed: Mask, repairs: Mask, *, first_approximate: int) -> Mask:
     """
-    Return the listeners, and the other computed tokens that they attend to most, as a mask (T,).
+    Return the listeners, and the other computed tokens to which listeners attend most, as a mask (T,).
 
     Tokens before the first approximate copy are exact and never computed again. `attended`: (T,)
     """
@@ -125,7 +125,7 @@ def renewed(attended: Scores, computed: Mask, repairs: Mask, *, first_approximat
 
 
 def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int) -> Mask:
-    """(T,) `count` allowed positions with high scores, which add few runs to `computed`."""
+    """Return a mask (T,) of `count` allowed positions with high scores that add few runs to `computed`."""
     rows = np.zeros(len(allowed), np.bool_)
     for size in _BLOCKS:
         rows = blocks(scores, allowed, count, size)
@@ -135,7 +135,7 @@ def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int) -> Mask:
 
 
 def highest(scores: Scores, allowed: Mask, count: int) -> Mask:
-    """(T,) the `count` allowed positions with the highest scores; the first of equal ones."""
+    """Return a mask (T,) of the `count` allowed positions with the highest scores; of equals, the first."""
     rows = np.zeros(len(allowed), np.bool_)
     places = allowed.nonzero()[0]
     order = np.argsort(-scores[places], kind="stable")
@@ -144,7 +144,7 @@ def highest(scores: Scores, allowed: Mask, count: int) -> Mask:
 
 
 def blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
-    """(T,) `count` allowed positions in the blocks with the highest means; the last block may be cut."""
+    """Mark (T,) `count` allowed positions in the blocks with the highest means; the last block may be cut."""
     starts = np.arange(0, len(scores), size)
     sums = np.add.reduceat(np.where(allowed, scores, 0.0), starts)
     sizes = np.add.reduceat(allowed, starts, dtype=np.int32)
@@ -165,7 +165,7 @@ def blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
 
 
 def spans_where(mask: Mask) -> list[Span]:
-    """The runs of True, ascending."""
+    """Return the runs of True, ascending."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     return [Span(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 

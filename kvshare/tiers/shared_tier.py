@@ -1,12 +1,13 @@
 """
-Segments in a store that several servers use: what one has computed, others read.
+Segments in a store that several servers use: a server can read KV that another server has computed.
 
     <prefix>:o:<name>    one segment, as a file of the disk tier; sealed if the operator gives a key
 
-The prefix names the model and all on which its KV depends; the name is made of namespace and segment id. So
-nothing crosses models or tenants. This server knows the segments that it has written, and those that others
-have reported (`shared_prompts.py`). A segment that the store has lost since is a miss. Values that are not
-used expire: a server that vanishes leaves nothing behind that others must clean up.
+The prefix names the model and everything on which the model's KV depends. The name is made of namespace and
+segment id. So no KV crosses models or tenants. This server knows the segments that it has written, and the
+segments that other servers have reported (`shared_prompts.py`). If the store has lost a known segment, a read
+of it is a miss. Values that are not used expire, so other servers need not clean up after a server that
+vanishes.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class SharedStore:
         self.breaker.call(lambda: self.backend.delete(keys))
 
     def renew(self, keys: Sequence[str]) -> list[bool]:
-        """Restart the time of values. Returns for each key whether its value is there."""
+        """Restart the expiry time of values. Returns for each key whether its value is there."""
         return self.breaker.call(lambda: self.backend.renew(keys, keep_s=self.keep_s))
 
 
@@ -89,7 +90,8 @@ class SharedTier:
         announce: Callable[[Segment], None] | None = None,
     ) -> None:
         """
-        `max_bytes`: of the others' segments that this server knows, and without a disk also of its own.
+        `max_bytes`: limits the segments of other servers that this server knows; without a disk above this
+        tier, also this server's own segments.
         `announce`: called once a segment is stored, before it counts as written; raises BackendError.
         """
         self.store, self.form, self.max_bytes, self._announce = store, form, max_bytes, announce
@@ -123,7 +125,7 @@ class SharedTier:
         return self._segments.get(segment_id)
 
     def adopt(self, segments: Iterable[Segment]) -> None:
-        """Hold segments that others have written. `read` checks that they are what the others say."""
+        """Hold segments that other servers have written. `read` checks that each value is the segment."""
         self._hold(segments, is_counted=True)
 
     def takes_room(self, segment_id: object) -> bool:
@@ -241,7 +243,7 @@ class SharedTier:
 
 
 def remove_from_shared(tiers: Iterable[LowerTier], segment: Segment) -> None:
-    """Remove a segment from the shared ones of these tiers, for all servers; failures are ignored."""
+    """Remove a segment from all shared tiers among these tiers, for all servers; failures are ignored."""
     for tier in tiers:
         if isinstance(tier, SharedTier):
             with suppress(OSError):  # the value expires then

@@ -2,7 +2,7 @@
 The /v1 routes in front of vLLM: requests that generate are planned, all others are relayed unchanged.
 
 1. read      the body, as bytes and parsed
-2. render    its prompt into tokens, by vLLM itself: `dialects.py`, which has what differs between routes
+2. render    its prompt into tokens, by vLLM itself: `dialects.py`, which handles the differences of routes
 3. forward   plan, choose the replica, send the body with salt and ticket, relay the answer: `forward.py`
 
 A request that cannot be planned, or whose planning fails, is forwarded without a plan.
@@ -70,14 +70,14 @@ def add_routes(
 
 
 async def models(request: web.Request) -> web.StreamResponse:
-    """GET /v1/models: as vLLM lists them, and in Anthropic's form for its clients."""
+    """Answer GET /v1/models with vLLM's list; for Anthropic's clients in Anthropic's form."""
     if not speaks_anthropic(request):
         return await pass_through(request)
     return web.json_response(page_of(await _listed(request), request.query))
 
 
 async def model(request: web.Request) -> web.StreamResponse:
-    """GET /v1/models/{model}: for Anthropic's clients from the list; else vLLM's answer."""
+    """Answer GET /v1/models/{model} as vLLM does; for Anthropic's clients from vLLM's list."""
     if not speaks_anthropic(request):
         return await pass_through(request)
     name, cards = request.match_info["model"].rstrip("/"), await _listed(request)
@@ -87,7 +87,7 @@ async def model(request: web.Request) -> web.StreamResponse:
 
 
 async def _listed(request: web.Request) -> list[Mapping[str, Any]]:
-    """List the models of one replica, as all serve the same. Raises NoReplicaError, UpstreamError."""
+    """List the models of one replica; all replicas serve the same. Raises NoReplicaError, UpstreamError."""
     async with request.app[SERVER].lifecycle.running():
         cards = await request.app[ENGINE].fleet.idlest().vllm.list_models()
     return [card for card in cards if isinstance(card.get("id"), str)]
@@ -114,7 +114,7 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
 
 
 async def explain(request: web.Request) -> web.Response:
-    """POST /admin/explain: the plan that this request would get in the caller's own namespace."""
+    """Answer POST /admin/explain with the plan that this request would get in the caller's namespace."""
     engine, dialect = request.app[ENGINE], DIALECTS[api_of(request)]
     body, document = await _read_json(request)
     await _check_formats(request, document)
@@ -128,10 +128,10 @@ async def explain(request: web.Request) -> web.Response:
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """POST to a route that generates: planned if its prompt is known."""
+    """Answer a POST to a route that generates. The request is planned if its prompt is known."""
     dialect = DIALECTS[api_of(request)]
     body, document = await _read_json(request)
-    await _check_formats(request, document)  # before rendering, for which vLLM reads the whole body
+    await _check_formats(request, document)  # before vLLM reads the whole body to render the prompt
     incoming, execution, prepared = _untokenized(request, document), Execution(), request[RECORD].preparation
     prepared.body_s = request[RECORD].duration_s
     prepared.mode, prepared.executed = incoming.mode, partial(_executed, execution)
@@ -215,8 +215,8 @@ async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:
     """
     Return the sanitized body to send on, and the parsed body. The operator's rules are applied to both.
 
-    Raises:  HttpError for another content type; RequestError for a body that is not a JSON object, because it
-             could not be sanitized
+    Raises:  HttpError for another content type; RequestError for a body that is not a JSON object, because
+             such a body could not be sanitized
     """
     document = await read_object(request)
     is_rewritten = bool(request[RECORD].body.rules) or is_of_deployment(request)

@@ -1,8 +1,8 @@
 """
-How long saves to host memory take, by the last large ones.
+Estimates how long saves to host memory take, from the latest large saves.
 
-A save that reads the blocks of an ended request keeps them from requests that come meanwhile. At 8 GB/s one
-of 32,768 tokens takes half a second, in which half of a small pool may be missing.
+While a save reads the blocks of an ended request, new requests cannot use these blocks. At 8 GB/s a save of
+32,768 tokens takes half a second, and during that time half of a small pool of blocks may be missing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from kvshare.vllm_connector.metadata import SaveRequest, WorkerReport
 from kvshare.vllm_protocol.stages import SAVE
 
-_LARGE = 128  # tokens; smaller saves are slower per token
+_LARGE = 128  # tokens; smaller saves take longer per token
 _NEWEST = 0.25  # weight of the last save
 _LONG_S = 0.1
 
 
 class SavePace:
-    """One per scheduler. Until a large save is measured none is long."""
+    """The pace of one scheduler's saves. Until a large save is measured, no save counts as long."""
 
     def __init__(self) -> None:
         self._token_s = 0.0

@@ -1,5 +1,5 @@
 """
-Choose repairs during a load: a first pass with probes, the choice, and a second pass for the repairs.
+Choose repairs during a load of KV: a first pass with probes, the choice, and a second pass for the repairs.
 
     [ copy ][ run ][ copy ][ run ][ copy ][ tail ]
        p       x     p p      x              x         first pass:   x computed, p probes
@@ -9,17 +9,18 @@ Choose repairs during a load: a first pass with probes, the choice, and a second
                                                         '-> results
     vLLM's thread   launches it ... other steps ...              the choice, launches the second pass
 
-Results go to the host while the first pass goes on. So the second pass is launched before the first one has
+Results go to the host while the first pass goes on. So the second pass is launched before the first pass has
 ended, and a GPU does not wait for the choice.
 
-The tail is computed twice, the first time to see what it attends to; vLLM computes its last token a third
-time. A first pass over few tokens ends after the layers in which it is listened to, and the second one
-computes all placeholders. So on a GPU it may begin while the last layers of the load are on their way:
+The tail is computed twice: the first time shows what the tail attends to. vLLM computes the last token of the
+tail a third time. A first pass over few tokens is brief: it ends after the layers in which attention is
+measured, and the second pass computes all placeholders. So on a GPU a brief first pass may begin while the
+last layers of the load are still arriving:
 
     copies          [ layers 0-2 ][ 3-5 ] ..                    [ 24-26 ][ 27-29 ] ..        [ 33-35 ]
     the device                         [ first pass: layers 0 to 26 ]        [ second pass: all layers ]
 
-If attention cannot be watched, or the tail is long (then the load ends at the last copy), there are no
+If attention cannot be measured, or the tail is long (then the load ends at the last copy), there are no
 probes: repairs are chosen by position, and one pass computes everything.
 """
 
@@ -48,16 +49,16 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.ranks import num_ranks, summed
 from kvshare.vllm_connector.worker.runs import Run, runs_of
 
-# Placeholders that are all computed again, however many layers the first pass has.
+# If a load has no more placeholders than this, the second pass computes all of them, brief or not.
 _FEW = MAX_LISTENERS + MAX_RENEWED
 
 
 class Choosing:
     """
-    Carries out the repair order of one load. `choice`: None until it is made.
+    Carries out the repair order of one load of KV. `choice`: None until the choice is made.
 
-    `can_listen`: whether attention can be watched; `may_stop`: whether passes may end after some layers.
-    `is_brief`: the first pass may, and the second one computes all placeholders.
+    `can_listen`: whether attention can be measured. `may_stop`: whether passes may end after some layers.
+    `is_brief`: the first pass may end after some layers, and the second pass computes all placeholders.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class Choosing:
         self.is_brief = listens and may_stop and not self._head_rows and self._num_computed <= _FEW
         self._listener: Listener | None = None
         self._scoring: Scoring | None = None
-        self._reading: Reading | None = None  # when its layers have been listened to
-        self._chosen: RepairChoice | None = None  # by what was read, before the second pass begins
+        self._reading: Reading | None = None  # set when all measured layers have run
+        self._chosen: RepairChoice | None = None  # the choice, made before the second pass begins
         self._probed: KeptRows | None = None
 
     @property
@@ -94,7 +95,7 @@ class Choosing:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Positions of copies that the first pass computes for the drafting head only."""
+        """Return the positions of copies that the first pass computes for the drafting head only."""
         repairs = () if self.choice is None else self.choice.repairs
         probes = (Span(place, place + 1) for place in self._order.probes)
         computed = merge([*probes, *repairs])
@@ -119,14 +120,14 @@ class Choosing:
         return sum(map(len, self._computed))
 
     def layers_of_first(self, num_layers: int) -> int | None:
-        """Return how many of the layers the first pass needs; None: all."""
+        """Return how many layers the first pass needs; None: all layers."""
         return num_listening_layers(num_layers) if self.is_brief else None
 
     def first_pass(self, cache: PagedCache, device: Device, *, is_early: bool = False) -> list[Run]:
         """
         Begin to listen, unless the choice is made, and keep the probes' rows to restore them later.
 
-        `is_early`: the copies have not arrived yet, so the caller calls `keep` for each layer that has.
+        `is_early`: not all copies have arrived yet, so the caller calls `keep` for each layer that arrives.
         """
         layout = cache.kv_layout
         num_layers = self.layers_of_first(layout.num_layers)
@@ -142,7 +143,7 @@ class Choosing:
             weights = repairable(stretches, self._load.end)
             self._scoring = Scoring(stretches, probes, weights, device=layout.device)
             if probes:
-                # Other loads may be in a pass that is not early: then it has all layers.
+                # A pass that is not early may serve other loads, too, and then computes all layers.
                 kept = num_layers if is_early else None
                 self._probed = KeptRows(cache, self._load.block_ids, probes, num_layers=kept)
                 if not is_early:
@@ -157,7 +158,7 @@ class Choosing:
             self._probed.keep(layer)
 
     def _read(self, device: Device) -> None:
-        """Send what the first pass measured to the host, during the pass. At one layer on all ranks."""
+        """Send the measurements to the host while the first pass runs: on all ranks at the same layer."""
         assert self._listener is not None
         assert self._scoring is not None
         attended = self._listener.attended / num_ranks()
@@ -171,7 +172,7 @@ class Choosing:
         self._reading = device.read(torch.stack((scores, attended.sum(dim=0))))
 
     def end_first_pass(self) -> Reading:
-        """Restore the probes' rows, which are not repairs. Returns the measurements. May be called again."""
+        """Restore the rows of the probes and return the measurements. A second call restores nothing."""
         assert self._reading is not None, "all listeners are in the pass"
         if self._probed is not None:
             self._probed.restore()
@@ -180,17 +181,19 @@ class Choosing:
 
     def second_pass(self, reading: Reading) -> list[Run]:
         """
-        Choose by the measurements, alike on every rank. Returns the runs of repairs and of renewed
-        placeholders; none if nothing was probed and nothing is repaired: then the first pass is enough,
-        unless it was brief.
+        Choose repairs by the measurements; all ranks choose the same repairs. Returns the runs of repairs and
+        of placeholders to renew. There are none if the first pass is enough: it was not brief, nothing was
+        probed, and nothing is repaired.
         """
         self.choice = self._choose(reading)
         return runs_of(self._load, self._second_spans(self.choice))
 
     def early_second(self) -> Sequence[Span] | None:
         """
-        Return the spans of the second pass, if it may begin before the load has arrived and the results of
-        the first one are there; else None. It begins with `second_pass`.
+        Return the spans of the second pass if it may begin before the load has arrived; else None.
+
+        It may begin if the first pass was brief and its results are on the host. This method only returns the
+        spans; `second_pass` makes the runs.
         """
         if not self.is_brief or self._reading is None or not self._reading.is_done:
             return None
