@@ -17,6 +17,7 @@ TOO_LONG = {
 }
 
 _CRASHING = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 3}
+_TRIES = 5
 _ENDLESS = {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}
 
 
@@ -36,9 +37,12 @@ def test_streams_are_vllms_own_bytes(fleet: Fleet) -> None:
         return [chunk.model_dump(exclude={"id", "created"}) for chunk in stream]
 
     with fleet.client("ann") as ann, fleet.client("ann", fleet.replicas[0].url) as direct:
-        relayed, own = chunks(ann), chunks(direct)
-    for chunk in (relayed[-1], own[-1]):
-        chunk["usage"].pop("prompt_tokens_details")
+        for _ in range(_TRIES):  # if the reader is late, vLLM puts two tokens into one chunk
+            relayed, own = chunks(ann), chunks(direct)
+            for chunk in (relayed[-1], own[-1]):
+                chunk["usage"].pop("prompt_tokens_details")
+            if len(relayed) == len(own):
+                break
     assert relayed == own
 
 
