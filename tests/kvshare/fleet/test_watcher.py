@@ -124,7 +124,7 @@ class TestConnection:
             await control.stop()
             control.start()
             await eventually(lambda: fleet.replica.is_connected)
-        assert len(lines(caplog, "401")) == 1
+        assert len(lines(caplog, "got 401")) == 1
         assert "shares again" not in caplog.text  # it is connected for the first time
 
     async def test_a_connection_that_breaks_is_taken_up_where_it_broke(
