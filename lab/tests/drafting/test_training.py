@@ -23,10 +23,10 @@ def test_drafts_of_what_it_has_learned_become_right(kind: str, llama: Any, learn
     vocabulary, others = Vocabulary(llama, learned), 0 if kind == "eagle3" else 8
     head = head_of(kind, llama, vocabulary.used)
     before = evaluated(head, learned, vocabulary.words(None if others else 0))
-    rows = train(head, learned, learned, vocabulary, Limits(steps=60, peak_rate=1e-2), others=others)
-    assert rows[-1]["step"] == 60
+    rows = train(head, learned, learned, vocabulary, Limits(steps=120, peak_rate=1e-2), others=others)
+    assert rows[-1]["step"] == 120
     assert rows[-1]["first_right"] > before["first_right"]
-    assert 1 <= before["tokens_a_step"] <= rows[-1]["tokens_a_step"] <= 1 + NUM_DRAFTS
+    assert 1 <= before["tokens_a_step"] < rows[-1]["tokens_a_step"] <= 1 + NUM_DRAFTS
 
 
 def test_training_ends_by_the_clock(llama: Any, learned: Sequence[Sample]) -> None:
